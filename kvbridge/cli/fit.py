@@ -122,7 +122,7 @@ def _pools(rank: Rank, plan: DecodePlan, layout: NodeLayout) -> Iterator[tuple[s
     if layout.host is not None and layout.host.total_bytes:
         yield "host pool", str(pages[IndexSpace.HOST]), size(layout.host.total_bytes)
     if layout.twins is not None:
-        yield "prefixes on the host", str(pages[IndexSpace.FULL_TWIN]), size(layout.twins.total_bytes)
+        yield "prefixes on the host", str(pages[IndexSpace.FULL_COPY]), size(layout.twins.total_bytes)
     if plan.sparse is not None:
         slots, slot = plan.sparse.max_requests, hot_slot_bytes(plan)
         yield f"hot buffer of rank {rank}", str(slots), size(slots * slot.total)

@@ -105,7 +105,7 @@ def _fault(error: ValidationError) -> str:
 
 
 DEFAULT_POOLS = "4GiB,16GiB,64GiB,256GiB"
-DEVICE, HOST = IndexSpace.FULL, IndexSpace.FULL_TWIN
+DEVICE, HOST = IndexSpace.FULL, IndexSpace.FULL_COPY
 _READING = (
     "Hits: share of all prompt tokens whose pages were there when the request came. Pool: of all components that grow with the\n"
     "tokens, on device and host together; A + B: below a pool of A a host tier of B that gets a copy of every page. Left out:\n"
@@ -186,7 +186,7 @@ class SimulatedCache:
         if self.host_pages:
             self._free[HOST] = RunAllocator(self.host_pages)
         capacity = self.page_count + self.host_pages
-        self._index = PrefixIndex([DEVICE], capacity, has_twins=bool(self.host_pages))
+        self._index = PrefixIndex([DEVICE], capacity, has_copies=bool(self.host_pages))
 
     def request(self, now: float, keys: Keys) -> None:
         """Take in a prompt: what only the host holds comes to the device, the rest is computed, all is copied to the host."""
@@ -212,7 +212,7 @@ class SimulatedCache:
             index.pin(path, host=start)
             twins = self._take(HOST, len(path) - start)
             if len(twins):
-                index.add_twins(path, start, {HOST: twins})
+                index.add_copies(path, start, {HOST: twins})
             index.unpin(path, host=start)
 
     def _take(self, space: IndexSpace, count: int) -> PageIdArray:

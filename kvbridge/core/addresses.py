@@ -1,7 +1,4 @@
-"""Endpoints as people write them, and the address of a node as everybody passes it on.
-
-Owns: both forms, parsing, the loopback rule, the length of a socket's path. Must not know: sockets.
-"""
+"""Endpoints as people write them, and the address of a node as everybody passes it on."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
 
 MAX_SOCKET_PATH_BYTES = 107
-"""What `sockaddr_un` holds on Linux, without its closing zero."""
+"""The capacity of `sockaddr_un` on Linux, without its closing zero."""
 
 _LABEL = "[A-Za-z0-9_-]{1,63}"
 _PORT = "(6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[0-9]{1,4})"
 SERVER_URL = rf"https?://({_LABEL}(\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\])(:{_PORT})?"
-"""A pattern of what a client can ask: a scheme, a host in ASCII, a port."""
+"""A pattern of servers that a client can ask: a scheme, a host in ASCII, a port."""
 HTTP_URL = rf"{SERVER_URL}(/[!-~]*)?"
 """The same with a path."""
 
@@ -64,7 +61,7 @@ def check_ipc_path(path: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a bound `host`. A name other than localhost counts as reachable."""
+    """Return whether only this machine can reach a bound `host`. A name other than localhost counts as reachable."""
     bare = host.strip("[]")
     if bare == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""What is used in a `with` block and closed at its end."""
+"""Things that are closed at the end of a `with` block."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Every error that kvbridge raises on purpose, sorted by what the caller can do about it.
 
-Owns: the tree, the stable codes and their HTTP status. Knows nothing of HTTP itself: a status is data here.
-
-A message says what happened, to whom (room, peer, component), why, and what to do. `code` is stable across
-releases and is what a program may match on.
+A message says what happened, to whom (room, peer, component), why, and what to do. A program may match on `code`, which is stable
+across releases.
 """
 
 from __future__ import annotations
@@ -13,10 +11,7 @@ from typing import Any, ClassVar
 
 
 class BridgeError(Exception):
-    """Base of all deliberate errors. `code` is stable; `http_status` is what an HTTP API answers with.
-
-    A class names what it has of its own in its head and inherits the rest.
-    """
+    """Base of all deliberate errors. An HTTP API answers with `http_status`. A class inherits what its head does not name."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
@@ -41,7 +36,7 @@ def errors_by_code() -> dict[str, type[BridgeError]]:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of an error: that of BridgeError itself for one which nobody raised on purpose."""
+    """Return the code of an error: that of BridgeError itself for an error that nobody raised on purpose."""
     return error.code if isinstance(error, BridgeError) else BridgeError.code
 
 

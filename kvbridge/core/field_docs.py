@@ -1,9 +1,4 @@
-"""The docstrings below the fields of models, for those who publish a JSON schema.
-
-Owns: finding them in the source. Must not know: which models there are.
-
-Nothing is read before a schema is asked for: daemons, engines and commands start without it.
-"""
+"""The docstrings below the fields of models, for published JSON schemas. Nothing is read before somebody asks for a schema."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ from functools import cache
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return what is written below each field of a class and of its bases, as one line each."""
+    """Return the text below each field of a class and of its bases, as one line each."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         found |= _of_module(base.__module__).get(base.__qualname__, {})

@@ -1,10 +1,7 @@
-"""The names by which things are known, as types.
+"""Identities as types: rooms, ranks, nodes, index spaces and the pages in them.
 
-Owns: identities (room, rank) and the index spaces. Knows nothing of what is behind a name.
-
-A page id is a number that means something in one index space only. `PageTable` carries its space with it, and
-`PageTable.require` is how every reader says which space it is about to index; there is no other way to get at the
-numbers for addressing.
+A page id means something in one index space only. A `PageTable` carries its space, and every reader who wants its ids for
+addressing says by `PageTable.require` which space it is about to index.
 """
 
 from __future__ import annotations
@@ -38,14 +35,14 @@ PageIdArray = npt.NDArray[np.int32]
 
 
 class Role(StrEnum):
-    """What an instance does with a request."""
+    """The part of an instance in a request."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class IndexSpace(StrEnum):
-    """What a page id counts. Ids of two spaces are never interchangeable."""
+    """The things that a page id counts. Ids of two spaces are never interchangeable."""
 
     FULL = "full"
     """Pages that each cover `tokens_per_page` tokens of a request."""
@@ -55,10 +52,10 @@ class IndexSpace(StrEnum):
     """Request slots; a request holds exactly one."""
     HOST = "host"
     """Pages of the node's host pool."""
-    FULL_TWIN = "full_twin"
-    """Host pages, each with what a page of `full` holds. Like `swa_twin` a node's own: no peer ever names one."""
-    SWA_TWIN = "swa_twin"
-    """Host pages, each with what a page of `swa` holds at the end of a prefix."""
+    FULL_COPY = "full_twin"
+    """Host copies of pages of `full`. Like `swa_twin` a node's own: no peer ever names one."""
+    SWA_COPY = "swa_twin"
+    """Host copies of pages of `swa` at the end of a prefix."""
 
 
 class MemoryKind(StrEnum):
@@ -135,16 +132,16 @@ class PageTable:
         return len(self.ids)
 
 
-TWINS = {IndexSpace.FULL: IndexSpace.FULL_TWIN, IndexSpace.SWA: IndexSpace.SWA_TWIN}
-"""The space of the twins of each space that has some."""
-REQUEST_SPACES = tuple(space for space in IndexSpace if space not in TWINS.values())
-"""Those that requests have pages of, and peers speak about."""
+HOST_COPIES = {IndexSpace.FULL: IndexSpace.FULL_COPY, IndexSpace.SWA: IndexSpace.SWA_COPY}
+"""The space of the host copies of each space that has some."""
+REQUEST_SPACES = tuple(space for space in IndexSpace if space not in HOST_COPIES.values())
+"""Spaces that requests have pages of, and peers speak about."""
 
 Pages = dict[IndexSpace, PageIdArray]
 """Page ids by index space, int32."""
 
 PageMoves = dict[IndexSpace, tuple[PageIdArray, PageIdArray]]
-"""Copies between tiers, by the space on the device: pages there and their twins, int32, of equal length."""
+"""Copies between tiers, by the space on the device: pages there and their host copies, int32, of equal length."""
 
 Tables = dict[IndexSpace, PageTable]
 """All pages of one request on one node: at most one table for each space."""

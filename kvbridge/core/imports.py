@@ -1,4 +1,4 @@
-"""Imports of a process that has nothing else to do meanwhile."""
+"""Imports at the start of a process, and those of optional dependencies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
+NEEDS_TORCH: Final = "kvbridge's library for engines needs torch; in a checkout of kvbridge: pip install '.[engine]'"
 UNUSED_BY_DAEMONS = ("rich", "pygments", "trio")
 """structlog and httpx load two of them for coloured output, httpcore the third for its event loop, wherever they are installed."""
 
@@ -15,7 +17,7 @@ UNUSED_BY_DAEMONS = ("rich", "pygments", "trio")
 def importing(*unused: str) -> Iterator[None]:
     """Import without the cycle collector, which would walk again and again through modules that stay.
 
-    `unused`: packages that are treated as not installed meanwhile.
+    Packages in `unused` are treated as not installed meanwhile.
     """
     hidden = [name for name in unused if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None there is an ImportError

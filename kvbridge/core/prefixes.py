@@ -1,7 +1,4 @@
-"""Who may share a prefix with whom, and for how long it is to stay: models, namespaces of tenants, retention.
-
-Owns: these as values, and the rules between them. Must not know: page keys, tokens of requests, who holds which page.
-"""
+"""The rules of sharing prefixes: models, namespaces of tenants, tokens that may name them, retention."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ _ANY, _DEFAULT = "*", "-"
 
 
 class ModelIdentity(FrozenModel):
-    """Which model, by its operator's word. Geometry and encoding are compared apart: equal ones do not mean equal weights."""
+    """A model by its operator's word. Geometry and encoding are compared apart: equal ones do not mean equal weights."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     revision: Annotated[str, Field(min_length=1, max_length=200)]
@@ -39,8 +36,8 @@ class ModelIdentity(FrozenModel):
 def identity_conflict(prefill: ModelIdentity | None, decode: ModelIdentity | None) -> str:
     """Return why a decode node must not take pages of a prefill node, or an empty text.
 
-    A decode node that says what it holds keeps pages under that name, so whoever writes them has to say the same. One that
-    says nothing keeps nothing.
+    A decode node that states a model keeps pages under that name, so every writer has to state the same. A decode node that
+    states none keeps nothing.
     """
     if decode is None or prefill == decode:
         return ""
@@ -58,8 +55,8 @@ RETENTION_PRIORITIES = 3
 class Retention(FrozenModel):
     """How much the cached pages of a request matter, and for how long after it has used them last.
 
-    Pages of a higher priority are evicted after those of a lower one. It falls in equal steps, to 0 when `for_s` is over: then they
-    are pages like any others. While there are others to evict these stay; no page is ever kept from a request that needs room.
+    Pages of a higher priority are evicted after those of a lower one. The priority falls in equal steps, to 0 when `for_s` is over.
+    No priority ever keeps a page from a request that needs room.
     """
 
     priority: Annotated[int, Field(ge=0, le=RETENTION_PRIORITIES)]
@@ -69,18 +66,18 @@ class Retention(FrozenModel):
 
 
 class Evicted(StrEnum):
-    """Why cached pages have gone."""
+    """The reasons why cached pages have gone."""
 
     SPACE = "space"
     """Requests needed the room."""
     RETENTION_ENDED = "retention_ended"
-    """So, too; and they had been retained, until some time ago."""
+    """Requests needed the room of pages that had been retained, until some time ago."""
     RETAINED = "retained"
-    """So, too; although they were retained: nothing else was left, or nothing else lay so well."""
+    """Requests needed the room of retained pages: nothing else was left, or nothing else lay so well."""
     OPERATOR = "operator"
     """All were dropped by request (`DELETE /v1/prefixes`)."""
     INTEGRITY = "integrity"
-    """They did not hold any more what they had held, engines said different tokens of them, or they go on from such pages."""
+    """Their contents had changed, engines said different tokens of them, or they go on from such pages."""
     MEMORY_LOST = "memory_lost"
     """The rank worker that had made the memory is gone."""
 
@@ -103,7 +100,7 @@ class Namespaces:
     def require(self, namespace: str, *, keyed: bool) -> None:
         """Raise NamespaceError unless a request may name a namespace. `keyed`: it has page keys.
 
-        One that has none and names no namespace shares nothing with anybody, and everybody may send it.
+        Everybody may send a request without keys and namespace, which shares nothing with anybody.
         """
         if namespace in self or not (namespace or keyed):
             return
@@ -116,7 +113,7 @@ ANY_NAMESPACE = Namespaces(None)
 
 @dataclass(frozen=True, slots=True)
 class TokenGrant:
-    """A token of the HTTP API, and what its bearer may name."""
+    """A token of the HTTP API, and the namespaces that its bearer may name."""
 
     token: str
     namespaces: Namespaces = Namespaces()

@@ -9,7 +9,7 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.tier import HostTier
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
-from kvbridge.core.geometry.tiers import needs_checkpoints, twin_components
+from kvbridge.core.geometry.tiers import copied_components, needs_checkpoints
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, twin_placement
 from kvbridge.tier.copies import copy_backend
@@ -39,15 +39,15 @@ def plan_twins(
         )
     copy_backend(asked.backend, host=asked.layout, device=config.pools.device_layout)
     prefill = isinstance(config, PrefillConfig)
-    components = twin_components(geometry, host_kinds, checkpoints=prefill)
+    components = copied_components(geometry, host_kinds, checkpoints=prefill)
     if not any(component.space is IndexSpace.FULL for component in components):
         raise ConfigError(
             f"tier.host: all pages of a prefix of '{geometry.name}' live in the host pool of this node; set tier.host to null"
         )
     _check_checkpoints(asked, geometry, prefill=prefill)
-    counts = {IndexSpace.FULL_TWIN: _pages(asked, _page_bytes(geometry, parts, components))}
+    counts = {IndexSpace.FULL_COPY: _pages(asked, _page_bytes(geometry, parts, components))}
     if asked.checkpoint_pages:
-        counts[IndexSpace.SWA_TWIN] = asked.checkpoint_pages
+        counts[IndexSpace.SWA_COPY] = asked.checkpoint_pages
     return twin_placement(geometry, parts, components, page_counts=counts, layout=asked.layout, chunking=UNREGISTERED)
 
 
@@ -71,7 +71,7 @@ def _page_bytes(
     geometry: ModelGeometry, parts: Sequence[RankPart], components: Sequence[Component]
 ) -> dict[IndexSpace, int]:
     """Bytes of one page of each space of twins."""
-    one = dict.fromkeys((IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN), 1)
+    one = dict.fromkeys((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), 1)
     found = dict.fromkeys(one, 0)
     for region in twin_placement(geometry, parts, components, page_counts=one).regions:
         found[region.space] += region.page_bytes
@@ -81,7 +81,7 @@ def _page_bytes(
 def _pages(asked: HostTier, page_bytes: dict[IndexSpace, int]) -> int:
     if asked.pages:
         return asked.pages
-    checkpoints, each = asked.checkpoint_pages * page_bytes[IndexSpace.SWA_TWIN], page_bytes[IndexSpace.FULL_TWIN]
+    checkpoints, each = asked.checkpoint_pages * page_bytes[IndexSpace.SWA_COPY], page_bytes[IndexSpace.FULL_COPY]
     pages = (int(asked.size_bytes) - checkpoints) // each
     if pages < 1:
         raise ConfigError(

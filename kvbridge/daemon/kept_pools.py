@@ -1,4 +1,4 @@
-"""The pools in host memory that outlive a daemon: what it finds of the one before, and what it leaves."""
+"""The pools in host memory that outlive a daemon: those that it finds, and those that it leaves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import numpy as np
 import structlog
 
 from kvbridge.core.errors import BridgeError, IntegrityError, RegistrationError
-from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.twin_journal import (
+from kvbridge.core.ids import IndexSpace, Pages
+from kvbridge.daemon.kept_journal import (
     NO_PAGE,
     Contents,
     Held,
@@ -29,9 +29,8 @@ from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.kept_files import KeptFiles
 from kvbridge.pool.memory.layout import Placement
 from kvbridge.pool.memory.pools import MemoryPool
+from kvbridge.tier.host_copies import HostCopies
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.residence import Pages
-from kvbridge.tier.twins import Twins
 
 log = structlog.get_logger(__name__)
 
@@ -125,7 +124,7 @@ class KeptPools:
 
 
 def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:
-    """Find the files that a journal is about. Raises IntegrityError when one is missing, or is another."""
+    """Return the files that a journal is about. Raises IntegrityError when one is missing, or is another."""
     there = files.pools()
     found = {}
     for wanted in before.files:
@@ -138,17 +137,17 @@ def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:
     return found
 
 
-class RestoredTwins:
+class RestoredCopies:
     """The pages that a journal names, on their way into the index. Called from the event loop's thread only.
 
-    A page is believed when it holds, byte for byte, what the journal says. Reading all of them takes a second for some GiB, so the
-    daemon serves meanwhile: what is not compared yet is nobody's.
+    A page is believed when it holds, byte for byte, what the journal says. Reading some GiB takes a second, so the daemon serves
+    meanwhile: pages that are not compared yet are nobody's.
     """
 
     def __init__(
         self,
         book: PageBook,
-        twins: Twins,
+        copies: HostCopies,
         digest: PageDigests,
         contents: Contents,
         found: Restored,
@@ -159,7 +158,7 @@ class RestoredTwins:
 
         `found` says at any moment how far it is.
         """
-        self._book, self._twins, self._digest, self._contents, self._lost = book, twins, digest, contents, lost
+        self._book, self._copies, self._digest, self._contents, self._lost = book, copies, digest, contents, lost
         self._right: dict[bytes, bool] = {}
         """Whether the pages that have been read hold what the journal says, by their keys."""
         self._ends: dict[bytes, Held] = {}
@@ -167,9 +166,9 @@ class RestoredTwins:
         self._entered: set[bytes] = set()
         self.found = found
         named = {
-            IndexSpace.FULL_TWIN: list(contents.pages),
+            IndexSpace.FULL_COPY: list(contents.pages),
             IndexSpace.HOST: [page.home for page in contents.pages.values()],
-            IndexSpace.SWA_TWIN: [twin for end in contents.checkpoints.values() for twin in end.twins],
+            IndexSpace.SWA_COPY: [copy for end in contents.checkpoints.values() for copy in end.copies],
         }
         counts = {space: sum(states.values()) for space, states in book.counts().items() if space in named}
         taken = book.reserve(_TAKER, counts)
@@ -232,16 +231,16 @@ class RestoredTwins:
         start = len(path) - len(new)
         if not new:
             return
-        pages: Pages = {IndexSpace.FULL_TWIN: np.array([page.twins[0] for page in new], dtype=np.int32)}
+        pages: Pages = {IndexSpace.FULL_COPY: np.array([page.copies[0] for page in new], dtype=np.int32)}
         if new[0].home != NO_PAGE:
             pages[IndexSpace.HOST] = np.array([page.home for page in new], dtype=np.int32)
         ends = {
-            at: np.array(self._ends[page.key].twins, dtype=np.int32)
+            at: np.array(self._ends[page.key].copies, dtype=np.int32)
             for at, page in enumerate(new, start + 1)
             if page.key in self._ends
         }
         try:
-            entered = self._twins.insert(_TAKER, keys[: len(path)], start, pages, checkpoints=ends)
+            entered = self._copies.insert(_TAKER, keys[: len(path)], start, pages, checkpoints=ends)
         except BridgeError as error:  # it contradicts a prompt that is cached already
             log.warning("prefix_not_restored", pages=len(new), reason=str(error))
             return

@@ -21,8 +21,8 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
 from kvbridge.daemon.host_tier import plan_twins
+from kvbridge.daemon.kept_journal import KeptHeader
 from kvbridge.daemon.kept_pools import KeptPools, Restored
-from kvbridge.daemon.twin_journal import KeptHeader
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files

@@ -23,7 +23,8 @@ from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.front import open_http
-from kvbridge.daemon.kept_pools import RestoredTwins
+from kvbridge.daemon.kept_journal import KeptJournal, PageDigests
+from kvbridge.daemon.kept_pools import RestoredCopies
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.parts import NodeParts
@@ -31,7 +32,6 @@ from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.status import NodeOverview, Peers
 from kvbridge.daemon.traces import Traces
-from kvbridge.daemon.twin_journal import PageDigests, TwinJournal
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
@@ -68,7 +68,7 @@ class NodeDaemon:
         self._told = ToldReadiness()
         self._secrets = SecretFiles()
         self._traces = Traces()
-        self._journal: TwinJournal | None = None
+        self._journal: KeptJournal | None = None
 
     # ------------------------------------------------------------------ from start to end
 
@@ -240,13 +240,13 @@ class NodeDaemon:
     def _go_on_with_pools(self) -> None:
         """Begin the journal of kept pools, and take up what is in them."""
         parts, kept = self.parts, self.parts.memory.kept
-        if kept is None or parts.prefixes is None or parts.prefixes.twins is None:
+        if kept is None or parts.prefixes is None or parts.prefixes.copies is None:
             return
-        digest, twins = PageDigests(parts.memory.regions), parts.prefixes.twins
-        self._journal = TwinJournal(kept.files.journal, kept.header, digest, kept.found)
+        digest, twins = PageDigests(parts.memory.regions), parts.prefixes.copies
+        self._journal = KeptJournal(kept.files.journal, kept.header, digest, kept.found)
         twins.watch(self._journal)
         if kept.found.pages:
-            restored = RestoredTwins(parts.book, twins, digest, kept.found, kept.restored, lost=self._journal.removed)
+            restored = RestoredCopies(parts.book, twins, digest, kept.found, kept.restored, lost=self._journal.removed)
             self._background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:

@@ -13,15 +13,15 @@ from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import GROWING_SPACES
-from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
+from kvbridge.core.ids import HOST_COPIES, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.engine_socket import EngineSocket
+from kvbridge.daemon.kept_journal import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
-from kvbridge.daemon.twin_journal import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.worker_host import Reports, WorkerHost
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import Engines
@@ -233,11 +233,11 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
     in_full = {part.liveness for part in geometry.components if part.space is IndexSpace.FULL}
     if not (config.tier.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
         return None
-    twins = {TWINS[space]: layout.owned.get(TWINS[space], 0) for space in spaces if space in TWINS}
+    twins = {HOST_COPIES[space]: layout.owned.get(HOST_COPIES[space], 0) for space in spaces if space in HOST_COPIES}
     index = PrefixIndex(
         spaces,
-        min(layout.owned[space] + twins.get(TWINS.get(space, space), 0) for space in spaces),
-        has_twins=any(twins.values()),
+        min(layout.owned[space] + twins.get(HOST_COPIES.get(space, space), 0) for space in spaces),
+        has_copies=any(twins.values()),
         retained_share=config.tier.retained_share,
     )
     return PrefixCache(book, index, restores=True)
@@ -247,20 +247,20 @@ def _backups(
     config: NodeConfig, prefixes: PrefixCache | None, workers: WorkerSet, book: PageBook, events: EventStream
 ) -> Backups | None:
     """Make what moves cached pages down to host memory, when there is some."""
-    if prefixes is None or prefixes.twins is None or config.tier.host is None:
+    if prefixes is None or prefixes.copies is None or config.tier.host is None:
         return None
     settings = config.tier.host.backup
     limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=settings.link_share)
-    return Backups(BackupController(prefixes, prefixes.twins, book, settings), workers, book, events, limits)
+    return Backups(BackupController(prefixes, prefixes.copies, book, settings), workers, book, events, limits)
 
 
 def _stored(
     config: NodeConfig, prefixes: PrefixCache | None, book: PageBook, geometry: ModelGeometry
 ) -> StoredPrefixes | None:
     """Make what moves host pages to a store and back, when there is one."""
-    if prefixes is None or prefixes.twins is None or config.tier.store is None:
+    if prefixes is None or prefixes.copies is None or config.tier.store is None:
         return None
-    return StoredPrefixes(prefixes, prefixes.twins, book, config.tier, geometry)
+    return StoredPrefixes(prefixes, prefixes.copies, book, config.tier, geometry)
 
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:

@@ -23,13 +23,13 @@ from kvbridge.core.closing import Closing
 from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError, NotReadyError, TransportError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import tables_from_wire
-from kvbridge.core.geometry.tiers import twin_pieces
+from kvbridge.core.geometry.tiers import copy_pieces
 from kvbridge.core.ids import IndexSpace, PageMoves, Rank
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
-from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 
 log = structlog.get_logger(__name__)
 
@@ -184,7 +184,7 @@ def current_gpu(device: int | None) -> AbstractContextManager[None]:
 class RankCopier:
     """The copier into the device pools of one rank."""
 
-    copier: TwinCopier
+    copier: HostCopier
     device: int | None
     """GPU; None: host memory."""
     layers: frozenset[int]
@@ -229,14 +229,14 @@ def rank_copiers(
                 region = views.region(component.kind, twin.layer, space=component.space).region
                 lanes = [(each.lane_start, each.lane_stop) for each in (region, twin)]
                 page_bytes[region.space] += sum(
-                    piece.length_bytes for piece in twin_pieces(geometry, component, *lanes)
+                    piece.length_bytes for piece in copy_pieces(geometry, component, *lanes)
                 )
                 regions.append(region)
             if not regions:
                 continue  # a stage of layers that have none, such as windows alone on decode
             means = CopyMeans(CopyBackend(backend), views.device)
             with current_gpu(views.device):
-                copier = TwinCopier(geometry, regions, host_copies, direction=Direction.LOAD_BACK, means=means)
+                copier = HostCopier(geometry, regions, host_copies, direction=Direction.LOAD_BACK, means=means)
             stack.callback(copier.close)
             layers = frozenset(region.layer for region in regions)
             found[rank] = RankCopier(copier, views.device, layers, page_bytes)
@@ -321,9 +321,9 @@ def page_moves(pages: Pages) -> PageMoves:
     """Return the device pages that an answer wants to be loaded, with their host copies."""
     own, twins = tables_from_wire(pages.tables), tables_from_wire(pages.load)
     moves: PageMoves = {}
-    if (found := twins.get(IndexSpace.FULL_TWIN)) is not None:
+    if (found := twins.get(IndexSpace.FULL_COPY)) is not None:
         first, stop = found.first_page, found.first_page + len(found)
         moves[IndexSpace.FULL] = own[IndexSpace.FULL].ids[first:stop], found.ids
-    if (found := twins.get(IndexSpace.SWA_TWIN)) is not None and pages.restore is not None:
+    if (found := twins.get(IndexSpace.SWA_COPY)) is not None and pages.restore is not None:
         moves[IndexSpace.SWA] = tables_from_wire((pages.restore.table,))[IndexSpace.SWA].ids, found.ids
     return moves

@@ -16,7 +16,7 @@ import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import DeadlineError
-from kvbridge.core.geometry.tiers import twin_space
+from kvbridge.core.geometry.tiers import copy_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Rank
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
@@ -27,7 +27,7 @@ from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.facts import CopyEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.controller import BackupController
-from kvbridge.tier.twins import Backup
+from kvbridge.tier.host_copies import Backup
 
 log = structlog.get_logger(__name__)
 
@@ -196,6 +196,6 @@ def _merged(backups: Sequence[Backup]) -> tuple[PageMove, ...]:
     for space, parts in pages.items():
         device, twins = (np.concatenate(ids) for ids in zip(*parts, strict=True))
         [on_device] = to_wire({space: PageTable(space, device)})
-        [on_host] = to_wire({space: PageTable(twin_space(space), twins)})
+        [on_host] = to_wire({space: PageTable(copy_space(space), twins)})
         moves.append(PageMove(device=on_device, twins=on_host))
     return tuple(moves)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
-from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
+from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.session.states import RoomState
@@ -69,7 +69,7 @@ class Load:
     def twins(self) -> Tables:
         """The host copies as engines are told of them."""
         return {
-            TWINS[space]: PageTable(TWINS[space], twins, 0 if space is IndexSpace.SWA else self.first_page)
+            HOST_COPIES[space]: PageTable(HOST_COPIES[space], twins, 0 if space is IndexSpace.SWA else self.first_page)
             for space, (_, twins) in self.moves.items()
         }
 

@@ -18,7 +18,7 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import GROWING_SPACES, check_demand, joined_tables, pages_needed, request_tables
 from kvbridge.core.geometry.tiers import needs_checkpoints
-from kvbridge.core.ids import TWINS, IndexSpace, PageTable, Rank, Tables
+from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import Loaded
 from kvbridge.node.room import Load, Quarantine, Room
@@ -120,7 +120,7 @@ class RoomPages:
                 **room.identity,
                 hit_tokens=hit_tokens,
                 miss_tokens=room.prompt_tokens - hit_tokens,
-                from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_twin)),
+                from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_copy)),
                 host_tokens=room.host_tokens,
             )
         )
@@ -189,12 +189,12 @@ class RoomPages:
         room.host_tokens = (got.prefix_pages - got.device_pages) * self.settings.geometry.tokens_per_page
         room.shared_pages = {space: len(ids) for space, ids in got.prefix.items()}
         moves = {
-            space: (room.tables[space].ids[got.device_pages : got.prefix_pages], got.twins[twin])
-            for space, twin in TWINS.items()
-            if twin in got.twins
+            space: (room.tables[space].ids[got.device_pages : got.prefix_pages], got.copies[twin])
+            for space, twin in HOST_COPIES.items()
+            if twin in got.copies
         }
-        if len(got.checkpoint_twin):
-            moves[IndexSpace.SWA] = got.checkpoint_own, got.checkpoint_twin
+        if len(got.checkpoint_copy):
+            moves[IndexSpace.SWA] = got.checkpoint_own, got.checkpoint_copy
         room.load = Load(got.device_pages, moves) if moves else None
 
     def own_tables(self, room: Room[Any]) -> Tables:

@@ -16,12 +16,10 @@ from kvbridge.api.rooms import DroppedObjects
 from kvbridge.config.tier import TierConfig
 from kvbridge.core.clock import Clock
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
+from kvbridge.tier.host_copies import HostCopies, PinnedCopies
 from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.readers import PathPages
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
-from kvbridge.tier.stores.breaker import BreakerState
-from kvbridge.tier.stores.client import StoreClient
+from kvbridge.tier.stores.client import BreakerState, StoreClient
 from kvbridge.tier.stores.objects import linked, of_links, part_keys
 
 log = structlog.get_logger(__name__)
@@ -41,8 +39,8 @@ JUST_THE_END = 1 << 30
 class StoreWrites:
     """Watches the host copies of a cache. Called from the event loop's thread only."""
 
-    def __init__(self, cache: PrefixCache, settings: TierConfig, clock: Clock) -> None:
-        self._cache, self._settings, self._clock = cache, settings, clock
+    def __init__(self, copies: HostCopies, settings: TierConfig, clock: Clock) -> None:
+        self._copies, self._settings, self._clock = copies, settings, clock
         self.client: StoreClient | None = None
         """None until there is memory to put."""
         self.spaces: tuple[tuple[IndexSpace, ...], ...] = ()
@@ -159,14 +157,14 @@ class StoreWrites:
             start = self.waiting.pop(key)
             drops = self.drops
             async with self.writing:
-                asked = await self._write(client, self._cache.index.prompt_of(key), start)
+                asked = await self._write(client, self._copies.index.prompt_of(key), start)
             if not asked and drops == self.drops:
                 self.waiting.setdefault(key, start)
                 await asyncio.sleep(PAUSE_S)
 
     async def _write(self, client: StoreClient, keys: Keys, start: int) -> bool:
         """Write the pages of a prompt from `start` on, and checkpoints. Returns whether the store took the question."""
-        looking = self._cache.looks.begin_on_host(keys)
+        looking = self._copies.pin(keys)
         settled: list[asyncio.Future[None]] = []
         asked, drops, put_s = True, self.drops, self._settings.store_limits.put_s
         for form, some, ids in self._objects(looking, keys, start):
@@ -179,17 +177,19 @@ class StoreWrites:
                 settled.append(put.settled)
                 answer = await put
             if answer.failed:
-                asked = client.process.capabilities is not None and client.breaker.state is BreakerState.CLOSED
+                asked = client.capabilities is not None and client.breaker.state is BreakerState.CLOSED
                 break
         # Not when this fails or is cancelled: then the store's process is ended.
         for future in settled:
             await asyncio.shield(future)
-        self._cache.looks.end(looking)
+        self._copies.unpin(looking)
         return asked
 
-    def _objects(self, looking: PathPages, keys: Keys, start: int) -> Iterator[tuple[int, Keys, npt.NDArray[np.int32]]]:
+    def _objects(
+        self, looking: PinnedCopies, keys: Keys, start: int
+    ) -> Iterator[tuple[int, Keys, npt.NDArray[np.int32]]]:
         """Yield the form, keys and pages of the objects to write, an order at a time."""
-        end, links = len(looking.path), linked(keys)
+        end, links = len(looking), linked(keys)
         for at in range(start, end, ORDER_PAGES):
             some = slice(at, min(end, at + ORDER_PAGES))
             yield PAGES, links[some], np.stack([looking.pages[space][some] for space in self.spaces[PAGES]], axis=1)

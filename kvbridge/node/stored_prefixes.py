@@ -30,12 +30,12 @@ from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.node.store_writes import CHECKPOINTS, ORDER_PAGES, PAGES, StoreWrites
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.tier.host_copies import HostCopies
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 from kvbridge.tier.stores.client import Operation, StoreClient
 from kvbridge.tier.stores.objects import linked, part_keys
-from kvbridge.tier.twins import Twins
 
 log = structlog.get_logger(__name__)
 
@@ -67,15 +67,15 @@ class StoredPrefixes:
     def __init__(
         self,
         cache: PrefixCache,
-        twins: Twins,
+        copies: HostCopies,
         book: PageBook,
         settings: TierConfig,
         geometry: ModelGeometry,
         *,
         clock: Clock = monotonic,
     ) -> None:
-        """`twins`: those of the cache. `settings.store` is set."""
-        self._cache, self._twins, self._book, self._settings, self._clock = cache, twins, book, settings, clock
+        """`copies`: those of the cache. `settings.store` is set."""
+        self._cache, self._copies, self._book, self._settings, self._clock = cache, copies, book, settings, clock
         self._geometry = geometry
         self.client: StoreClient | None = None
         """None until there is memory to put and get."""
@@ -88,18 +88,18 @@ class StoredPrefixes:
         """How fetches ended: `found`, all that the store was known to have; `late`, the time was over before; `part`; `nothing`;
         `failed`, by a defect."""
         self._fetched_pages = 0
-        self.writes = StoreWrites(cache, settings, clock)
+        self.writes = StoreWrites(copies, settings, clock)
         self.drop, self.forget = self.writes.drop, self.writes.forget
         self._task: asyncio.Task[None] | None = None
-        twins.watch(self.writes)
+        copies.watch(self.writes)
 
     def open(self, twins: Sequence[SharedRegion], host: Sequence[SharedRegion], *, log_level: str = "info") -> None:
         """Start the store's process: the memory is there. `host`: pages that prefixes have on the host anyway.
 
         Raises InvalidInputError for memory that a store cannot hold.
         """
-        ends = [shared for shared in twins if shared.region.space is IndexSpace.SWA_TWIN]
-        pages = [*host, *(shared for shared in twins if shared.region.space is IndexSpace.FULL_TWIN)]
+        ends = [shared for shared in twins if shared.region.space is IndexSpace.SWA_COPY]
+        pages = [*host, *(shared for shared in twins if shared.region.space is IndexSpace.FULL_COPY)]
         forms = [pages, ends] if ends else [pages]
         settings = self._settings
         assert settings.store is not None, "nobody makes this without a store"
@@ -114,7 +114,7 @@ class StoredPrefixes:
         """Raise when a part of this has ended by a defect. Not to be called before `open`."""
         assert self.client is not None
         assert self._task is not None
-        ways = [self._task, asyncio.create_task(self.client.process.failed())]
+        ways = [self._task, asyncio.create_task(self.client.failed())]
         ended, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for task in ended:
             task.result()
@@ -135,12 +135,12 @@ class StoredPrefixes:
         objects: dict[str, dict[str, int]] = {}
         for (verb, outcome), number in ({} if client is None else client.counts).items():
             objects.setdefault(verb.value, {})[outcome.value] = number
-        is_ready = client is not None and client.process.capabilities is not None
+        is_ready = client is not None and client.capabilities is not None
         return PrefixStoreStatus(
             kind="" if store is None else store.kind,
             state=client.breaker.state.value if client is not None and is_ready else "starting",
-            why_not="its memory is being made" if client is None else client.process.why_not,
-            pid=0 if client is None else client.process.pid,
+            why_not="its memory is being made" if client is None else client.why_not,
+            pid=0 if client is None else client.pid,
             objects=objects,
             fetched_pages=self._fetched_pages,
             prefetches=dict(self.prefetches),
@@ -237,17 +237,17 @@ class StoredPrefixes:
 
         `current`: how often pages had been dropped, all and some, when the store was first asked.
         """
-        pinned = self._cache.looks.begin_on_host(keys)
+        pinned = self._copies.pin(keys)
         gets: list[_Get] = []
         try:
-            gets = self._reserve(keys, len(pinned.path))
+            gets = self._reserve(keys, len(pinned))
             await self._get_all(client, gets, until_s)
         finally:
             try:
                 is_current = current == (self.writes.drops, self.writes.forgets)
                 came = self._keep(gets, keys, is_wanted=is_current and not self.writes.dropping)
             finally:
-                self._cache.looks.end(pinned)
+                self._copies.unpin(pinned)
         return came
 
     def _reserve(self, keys: Keys, start: int) -> list[_Get]:
@@ -306,11 +306,11 @@ class StoredPrefixes:
                 is_whole = get in quiet and get.hits == len(get.keys)
                 if get.form == PAGES and get in quiet and is_behind and get.hits:
                     pages = {space: ids[: get.hits] for space, ids in get.pages.items()}
-                    came += self._twins.insert(get.owner, keys[: get.start + get.hits], get.start, pages)
+                    came += self._copies.insert(get.owner, keys[: get.start + get.hits], get.start, pages)
                 elif get.form == CHECKPOINTS and is_behind and is_whole:
                     none: Pages = {space: np.empty(0, dtype=np.int32) for space in self._spaces[PAGES]}
                     [twins] = get.pages.values()
-                    self._twins.insert(get.owner, keys[: get.start], get.start, none, checkpoints={get.start: twins})
+                    self._copies.insert(get.owner, keys[: get.start], get.start, none, checkpoints={get.start: twins})
                 is_behind = is_behind and is_whole
         return came
 

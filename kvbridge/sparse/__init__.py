@@ -1,6 +1,6 @@
 """Sparse decode: the full C4 cache stays in host memory, and a small hot buffer of each request on the device."""
 
-from kvbridge.core.extras import NEEDS_TORCH
+from kvbridge.core.imports import NEEDS_TORCH
 
 try:
     import torch  # noqa: F401

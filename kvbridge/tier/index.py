@@ -1,15 +1,15 @@
 """The prefixes of a node: a record for each cached page, found by its key.
 
-- A record is on the device, on the host as its *twin*, or both; in each `Residence` it has pages, readers and checkpoints of their
-  own. Of a path the first records are on the device and the others on the host only.
-- What a space holds that has no twins (the host pool) is the record's as such, wherever else it is: its *home*.
-- Only what nobody pins is evicted, leaf by leaf, so no page is ever without its parent. What was used longest ago goes first; among
-  what is old, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
-- A record that is dropped is *unreachable* at once, for every key, and what somebody pins of it comes back with the last unpin.
+- A record is on the device, on the host as its *host copy*, or both; each `Residence` has its own pages, readers and checkpoints.
+  Of a path the first records are on the device and the others on the host only.
+- Pages of a space that has no host copies (the host pool) are the record's as such, wherever else it is: its *home*.
+- Only records that nobody pins are evicted, leaf by leaf, so no page is ever without its parent. The longest unused go first; among
+  the old ones, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
+- A dropped record is *unreachable* at once, for every key; its pinned pages come back with the last unpin.
 - A *checkpoint* is the windows and states at exactly a record's end; it has pins of its own.
 
-Records are numbers, and arrays say what is known of them: a page takes less than 300 bytes. Whoever reads a record, or its number,
-has pinned it, or does so in the same step.
+Records are numbers, and arrays hold what is known of them: a page takes less than 300 bytes. Whoever reads a record, or its number,
+has pinned the record, or does so in the same step.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
-from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray
+from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, Pages
 from kvbridge.core.prefixes import Evicted
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join
-from kvbridge.tier.residence import Inserted, Pages, Residence, merged
+from kvbridge.tier.residence import Inserted, Residence, merged
 from kvbridge.tier.retention import Claim, Retentions, base_rank
 
 CHECKPOINT_SPACE = IndexSpace.SWA
 
 
 class PrefixIndex:
-    """The cached pages of one node. Not thread-safe: it belongs to the node process's one deciding thread."""
+    """The cached pages of one node. Not thread-safe: only the node process's one deciding thread uses it."""
 
     def __init__(
         self,
         spaces: Sequence[IndexSpace],
         capacity: int,
         *,
-        has_twins: bool = False,
+        has_copies: bool = False,
         retained_share: float = 0.0,
     ) -> None:
         """`spaces`: those in which a record has one page. `capacity`: as many records as there can be.
 
-        `has_twins`: what is in `full` may be on the host as well, or on the host only.
+        `has_copies`: pages of `full` may be on the host as well, or on the host only.
         """
-        on_device = tuple(space for space in spaces if space in TWINS or not has_twins)
+        on_device = tuple(space for space in spaces if space in HOST_COPIES or not has_copies)
         if not on_device or len(set(spaces)) != len(spaces) or CHECKPOINT_SPACE in spaces:
             raise InvalidInputError(
                 f"an index has one page of each of some spaces that grow with the tokens, got {list(spaces)}"
@@ -62,12 +62,12 @@ class PrefixIndex:
         """Records that are gone, by why."""
         self.device = Residence(self.records, on_device, self._rank, checkpoint_space=CHECKPOINT_SPACE)
         self.host: Residence | None = None
-        """Residence of twins; None: there are none."""
+        """Residence of host copies; None: there are none."""
         self.home: Residence | None = None
-        """Residence of pages that a record has wherever it is; None: none, or there are no twins and `device` has them."""
-        if has_twins:
-            twins = [TWINS[space] for space in on_device]
-            self.host = Residence(self.records, twins, self._rank, checkpoint_space=TWINS[CHECKPOINT_SPACE])
+        """Residence of the pages that a record has wherever it is; None: none, or no host copies, and `device` has them."""
+        if has_copies:
+            copies = [HOST_COPIES[space] for space in on_device]
+            self.host = Residence(self.records, copies, self._rank, checkpoint_space=HOST_COPIES[CHECKPOINT_SPACE])
             if len(on_device) < len(spaces):
                 homes = [space for space in spaces if space not in on_device]
                 self.home = Residence(self.records, homes, self._rank)
@@ -89,12 +89,12 @@ class PrefixIndex:
     def match(self, keys: Keys, *, at_most: int | None = None) -> RecordArray:
         """Return the path of the longest known run of `keys` from the first on, of at most so many pages. Changes nothing.
 
-        The first `device.depth(path)` of them are on the device, the others on the host only; if there are such, all are.
+        The first `device.depth(path)` of them are on the device; if there are others, all of the path is on the host.
         """
         return self.records.match(keys, len(keys) if at_most is None else at_most)
 
     def prompt_of(self, key: bytes) -> Keys:
-        """Return the keys of all pages up to the one of this key; empty when it is not known."""
+        """Return the keys of all pages up to the one of this key; empty when the key is not known."""
         return self.records.keys(self.records.path_to(key))
 
     def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
@@ -110,7 +110,7 @@ class PrefixIndex:
         return {} if self.home is None else self.home.pages(records)
 
     def is_found(self, path: RecordArray) -> bool:
-        """Return whether others find a path: none of it is dropped, or lost on the device."""
+        """Return whether others find a path: no record of it is dropped, or lost on the device."""
         return not (self.records.is_hidden(path).any() or self.device.is_lost(path))
 
     def checkpointed(self, path: RecordArray) -> npt.NDArray[np.bool_]:
@@ -134,8 +134,8 @@ class PrefixIndex:
     def pin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> None:
         """Count a reader on every record of a path, or of a part that continues a path which the same reader has pinned.
 
-        It reads the first `device` of them on the device (None: all), and the first `host` on the host. Raises IntegrityError, and
-        changes nothing, when the records are no such path or not there.
+        The reader reads the first `device` of them on the device (None: all), and the first `host` on the host. Raises
+        IntegrityError, and changes nothing, when the records are no such path or not there.
         """
         parts = self._parts(records, device, host, "pin")
         for residence, part in parts:
@@ -146,7 +146,7 @@ class PrefixIndex:
     def unpin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> Pages:
         """End what `pin` began, for all that one reader has pinned: a path from a prompt's first page on.
 
-        Returns the pages that the last reader of dropped records has let go; mostly it is empty. Raises IntegrityError, and
+        Returns the pages that the last reader of dropped records has let go; mostly none. Raises IntegrityError, and
         changes nothing, when the records are no such path or somebody has unpinned them before.
         """
         parts = self._parts(records, device, host, "unpin", whole=True)
@@ -201,13 +201,16 @@ class PrefixIndex:
     ) -> Inserted:
         """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be known where they go.
 
-        They go to the device, or with `to_host` to the host: twins then, and pages of the home. A page that is known there keeps
-        its first arrival, and from a key on that a page elsewhere has none is taken; `Inserted` says which ones were. Used at
-        `now`, like the path before them. Raises NotFoundError when `keys[:start]` are not known there (any more), InvalidInputError
-        for arrays of another length; the index is as before then.
+        They go to the device, or with `to_host` to the host, as host copies and pages of the home. A page that is known there keeps
+        its first arrival; from the first key on that a page elsewhere has, nothing is taken. `Inserted` says which pages were
+        taken. They count as used at `now`, like the path before them. Raises NotFoundError when `keys[:start]` are not known there
+        (any more), InvalidInputError for arrays of another length; the index is as before then.
         """
         residence = self._host() if to_host else self.device
-        self._require_arrays(residence, len(keys) - start, pages)
+        count, lengths = len(keys) - start, {space: len(ids) for space, ids in pages.items()}
+        spaces = residence.spaces + (() if self.home is None else self.home.spaces)
+        if count < 0 or lengths != dict.fromkeys(spaces, count):
+            raise InvalidInputError(f"{count} keys need so many pages of each of {list(spaces)}, got {lengths}")
         path = self.match(keys)
         known, here = len(path), residence.depth(path)
         if here < start:
@@ -227,7 +230,7 @@ class PrefixIndex:
         self.touch(path, now)
         return Inserted(path[start:], residence, path[here:], taken, len(keys) - stop)
 
-    def add_twins(self, path: RecordArray, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
+    def add_copies(self, path: RecordArray, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
         """Let the records of a path from `start` on, which are on the device, be on the host as well; those before are."""
         self._host().add(path[start:], pages)
         self._host().used(path)
@@ -243,9 +246,9 @@ class PrefixIndex:
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Pages:
         """Give up at least so many pages of each space, all or nothing: old leaves, neighbours together.
 
-        A record gives its page of every space of where it goes from, and its checkpoint there, so there may be more than was asked
-        for; from the home it goes with all that it has. When only checkpoints' pages lack, checkpoints go and records stay. Raises
-        CapacityError when `evictable` has fewer.
+        A record gives its page of every space of the residence that it leaves, and its checkpoint there, so there may be more pages
+        than asked for; from the home it goes with all that it has. When only checkpoints' pages lack, checkpoints go and records
+        stay. Raises CapacityError when `evictable` has fewer.
         """
         evictable = self.evictable()
         short = {space: count - evictable.get(space, 0) for space, count in lacking.items()}
@@ -254,7 +257,7 @@ class PrefixIndex:
             needs = ", ".join(f"{count} of '{space}'" for space, count in short.items())
             raise CapacityError(f"cached pages that nobody reads are too few, by {needs}", lacking=short)
         found: list[Pages] = []
-        for residence in reversed(self.residences):  # what goes from its home goes from everywhere
+        for residence in reversed(self.residences):  # a record that goes from its home goes from everywhere
             given = merged(found)
             left = {space: count - len(given.get(space, ())) for space, count in lacking.items()}
             victims, pages = residence.take(max((left.get(space, 0) for space in residence.spaces), default=0))
@@ -267,20 +270,16 @@ class PrefixIndex:
                 gone, pages = self._forget(victims, evicted=True)
                 self._note_evicted(gone)
                 found.append(pages)
-            if residence.checkpoint_space in lacking:
-                found.append(self._evict_checkpoints(residence, lacking, merged(found)))
+            space = residence.checkpoint_space
+            if space is not None and space in lacking:
+                wanted = lacking[space] - len(merged(found).get(space, ()))
+                oldest, pages = residence.take_checkpoints(wanted, self.retentions)
+                for other in self.residences:
+                    if other is not residence:
+                        oldest = oldest[~other.checkpointed(oldest)]
+                self._note_evicted(oldest)
+                found.append(pages)
         return merged(found)
-
-    def _evict_checkpoints(self, residence: Residence, lacking: Mapping[IndexSpace, int], given: Pages) -> Pages:
-        space = residence.checkpoint_space
-        if space is None:
-            return {}
-        oldest, pages = residence.take_checkpoints(lacking.get(space, 0) - len(given.get(space, ())), self.retentions)
-        others = [other for other in self.residences if other is not residence]
-        for other in others:
-            oldest = oldest[~other.checkpointed(oldest)]
-        self._note_evicted(oldest)
-        return pages
 
     def drop(self, records: RecordArray | None = None) -> Pages:
         """Make records and all that depends on them unreachable at once, wherever they are; None: all there are.
@@ -291,14 +290,14 @@ class PrefixIndex:
         self.records.hide(dropped[~self.records.is_hidden(dropped)])
         return self._release([(one, one.unpinned(dropped)) for one in self.residences if one is not self.home])
 
-    def unreachable_twins(self) -> Pages:
-        """Return the pages that records have on the host which no key reaches any more, and somebody reads."""
+    def unreachable_copies(self) -> Pages:
+        """Return the host copies of records which no key reaches any more, and somebody reads."""
         if self.host is None:
             return {}
         there = self.records.all()
         hidden = there[self.records.is_hidden(there) & self.host.has(there)]
         ends = [self.host.checkpoints.pages(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
-        return self.host.pages(hidden) | {TWINS[CHECKPOINT_SPACE]: join(ends)}
+        return self.host.pages(hidden) | {HOST_COPIES[CHECKPOINT_SPACE]: join(ends)}
 
     def lose_device(self) -> Pages:
         """Lose the device's memory: records that are on the host as well are there only, the others unreachable.
@@ -344,13 +343,13 @@ class PrefixIndex:
 
     def _host(self) -> Residence:
         if self.host is None:
-            raise InvalidInputError(f"there are no twins here: {self!r}")
+            raise InvalidInputError(f"there are no host copies here: {self!r}")
         return self.host
 
     def _parts(
         self, records: RecordArray, device: int | None, host: int, verb: str, *, whole: bool = False
     ) -> list[tuple[Residence, RecordArray]]:
-        """The records that a reader pins in each residence."""
+        """Return the records that a reader pins in each residence."""
         if not self._is_path(records, verb, whole=whole):
             return []
         if self.host is None:
@@ -361,19 +360,13 @@ class PrefixIndex:
         return [(residence, part) for residence, part in parts if len(part)]
 
     def _is_path(self, records: RecordArray, verb: str, *, whole: bool = False) -> bool:
-        """Return whether there is anything to do. Raises IntegrityError for what is no path."""
+        """Return whether there is anything to do. Raises IntegrityError for records that are no path."""
         if not len(records):
             return False
         starts_right = not whole or self.records.parent_at[records[0]] == NO_RECORD
         if not (starts_right and self.records.is_path(records)):
             raise IntegrityError(f"{verb}: {len(records)} records from {records[0]} on are no path of {self!r}")
         return True
-
-    def _require_arrays(self, residence: Residence, count: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
-        lengths = {space: len(ids) for space, ids in pages.items()}
-        spaces = residence.spaces + (() if self.home is None else self.home.spaces)
-        if count < 0 or lengths != dict.fromkeys(spaces, count):
-            raise InvalidInputError(f"{count} keys need so many pages of each of {list(spaces)}, got {lengths}")
 
     def _note_evicted(self, records: RecordArray) -> None:
         if len(records):

@@ -1,8 +1,8 @@
 r"""Page keys: the names by which engines, routers and daemons know the same page of the same prompt.
 
-A *page key* is 16 bytes. It names everything that decides the contents of a page: the model, whose prompt may be shared with
-whom, and every token from the prompt's first to the page's last. So a known key means that everything before it is known, and
-two prompts have equal keys exactly as far as they share whole pages. To compute the keys of a prompt:
+A *page key* is 16 bytes. It names everything that decides the contents of a page: the model, the namespace that shares it, and
+every token from the prompt's first to the page's last. A known key means that everything before it is known, and two prompts have
+equal keys exactly as far as they share whole pages. To compute the keys of a prompt:
 
 1. `H(x)` is BLAKE2b (RFC 7693) with an output of 16 bytes and neither key, salt nor personalisation. The output length enters
    BLAKE2b's parameters: a longer output cut to 16 bytes is another value.
@@ -45,14 +45,13 @@ class PrefixIdentity(FrozenModel):
     """The facts that a key names beside tokens: prefixes of two identities never meet."""
 
     model: str
-    """Its name."""
     revision: str
-    """Which weights: a revision or a digest of theirs. Two that compute differently must not have the same."""
+    """A revision of the weights, or their digest. Weights that compute differently must not have the same."""
     fingerprint: str
     """Fingerprint of the geometry: form and encoding of the rows."""
     tokens_per_page: Positive
     adapter: str = ""
-    """Which adapter of the model (LoRA) computes; empty: none."""
+    """The adapter of the model (LoRA) that computes; empty: none."""
     namespace: str = ""
     """The group that shares: prompts of two namespaces have no key in common. A namespace is no secret: nodes see to it that nobody
     finds pages by the keys of another namespace (`Keys.in_namespace`)."""
@@ -60,14 +59,7 @@ class PrefixIdentity(FrozenModel):
     @property  # not cached: a copy with another namespace would keep the value
     def root(self) -> bytes:
         """The stand-in for a key before the first page."""
-        fields = (
-            self.model,
-            self.revision,
-            self.fingerprint,
-            str(self.tokens_per_page),
-            self.adapter,
-            self.namespace,
-        )
+        fields = (self.model, self.revision, self.fingerprint, str(self.tokens_per_page), self.adapter, self.namespace)
         encoded = [field.encode() for field in fields]
         return _hash(DOMAIN + b"".join(struct.pack("<I", len(field)) + field for field in encoded))
 
@@ -114,15 +106,15 @@ class Keys(Sequence[bytes]):
         return type(self)(self.data[start * KEY_BYTES : max(start, stop) * KEY_BYTES])
 
     def to_list(self) -> list[bytes]:
-        """All keys, for who needs every one: much faster than one at a time."""
+        """Return all keys: much faster than one at a time."""
         found: list[bytes] = np.frombuffer(self.data, dtype=f"V{KEY_BYTES}").tolist()
         return found
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that name all of these keys and how many they are; nothing for no keys.
+        """32 bytes that name all of these keys and their number; nothing for no keys.
 
-        They are twice as long as a key, since both lists may be chosen by somebody who wants two of one digest.
+        A digest is twice as long as a key, since an attacker may choose two lists so that they have one digest.
         """
         if not self.data:
             return b""
@@ -140,9 +132,9 @@ class Keys(Sequence[bytes]):
     def in_namespace(self, namespace: str) -> Self:
         """Return the names under which a node, its journal, its store and bootstrap keep these pages for a namespace.
 
-        Each is the key with a hash of the namespace and the first key upon it, so prompts of one namespace share names exactly as
-        far as they share pages. Whoever knows the keys of another namespace cannot find a first key that leads to its names: a run
-        of names from the first page on is one namespace's. A single name proves nothing unless it is that of a first page.
+        Each name is the key, exclusive or a hash of the namespace and the first key: prompts of one namespace share names as far as
+        they share pages. A caller who knows the keys of another namespace finds no first key that leads to its names, so a run of
+        names from the first page on is one namespace's. A single name proves nothing unless it is that of a first page.
         """
         if not self.data:
             return self
@@ -160,11 +152,9 @@ Link = tuple[bytes, bytes]
 
 
 def page_keys(identity: PrefixIdentity, tokens: TokenIds) -> Keys:
-    """Return the keys of all whole pages of a prompt, given its token ids (a sequence or a one-dimensional array of integers).
+    """Return the keys of all whole pages of a prompt, and its end key, from its token ids (a sequence or one-dimensional array).
 
-    `end` of them is its end key.
-
-    Raises InvalidInputError for what is not a list of unsigned 32-bit integers.
+    Raises InvalidInputError unless they are unsigned 32-bit integers.
     """
     return extend_keys(identity, Keys(), tokens)
 
@@ -172,7 +162,7 @@ def page_keys(identity: PrefixIdentity, tokens: TokenIds) -> Keys:
 def extend_keys(identity: PrefixIdentity, keys: Keys, tokens: TokenIds) -> Keys:
     """Return `keys` and, behind them, those of the whole pages among `tokens`, the token ids that follow the pages of `keys`.
 
-    So the keys of a longer prompt cost no more than what it is longer. Errors as for `page_keys`.
+    A longer prompt costs only its further tokens. Errors as for `page_keys`.
     """
     size = 4 * identity.tokens_per_page
     data = memoryview(_encoded(tokens))

@@ -1,7 +1,8 @@
-"""The prefixes that stay on one node: the index of what they are, and the page book of what may happen to their pages, as one.
+"""The prefixes that stay on one node: the index of prefixes and the page book, changed together.
 
-The book knows that a page is cached, the index which prefix it holds and how many read it, the cache which owners these are. So
-each can be counted again from the others: the index's pages are the book's cached ones, and its pins are the owners' paths.
+The book knows that a page is cached, the index knows the page's prefix and the number of its readers, and the cache knows which
+owners these are. So each can be counted again from the others: the index's pages are the book's cached ones, and its pins are the
+owners' paths.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
     ConflictError,
+    IntegrityError,
     InvalidInputError,
     NotFoundError,
 )
@@ -24,46 +27,77 @@ from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
+from kvbridge.tier.host_copies import HostCopies, tell_left_out
 from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
 from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.readers import (
-    Admitted,
-    Dropped,
-    Looks,
-    PathWatcher,
-    Reader,
-    Residency,
-    check_pages,
-    check_pins,
-    some,
-    tell_left_out,
-)
+from kvbridge.tier.readers import Admitted, Reader, check_pins, without_empty
 from kvbridge.tier.records import RecordArray
+from kvbridge.tier.residence import EvictedPages
 from kvbridge.tier.retention import Claim
-from kvbridge.tier.twins import Twins
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
 """Maps the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
 
 
+class Residency(NamedTuple):
+    """Numbers of pages of prompts by where they are; one is a page of each space."""
+
+    device: int
+    """On the device alone."""
+    both: int
+    host: int
+    """On the host alone."""
+    evicted: EvictedPages
+    """Pages evicted from the host so far."""
+
+    @classmethod
+    def of(cls, index: PrefixIndex) -> Residency:
+        """Count those of an index."""
+        device, host = len(index.device), 0 if index.host is None else len(index.host)
+        evicted = EvictedPages() if index.host is None else index.host.evicted
+        both = device + host - len(index)
+        return cls(device=len(index) - host, both=both, host=len(index) - device, evicted=evicted)
+
+
+class Dropped(NamedTuple):
+    """Numbers of forgotten pages. One page is a page of each space that grows with the tokens."""
+
+    pages: int
+    """Pages of prompts and answers, which no request finds any more."""
+    read: int
+    """The ones among these that are still read."""
+
+
+class PathWatcher(Protocol):
+    """Hears of prefixes on the device in the middle of the call; it calls nothing back but where it says so."""
+
+    def kept(self, keys: Keys) -> None:
+        """Note that the last pages of this prompt are new on the device."""
+
+    def used(self, keys: Keys) -> None:
+        """Note that somebody found this beginning of a prompt here."""
+
+    def ending(self) -> None:
+        """An owner is about to let go of its pages, which can be evicted from then on. Backups may begin now."""
+
+
 class PrefixCache:
-    """The cached prefixes of one node. Implements the book's PageCache. Not thread-safe: it belongs to the one deciding thread."""
+    """The cached prefixes of one node. Implements the book's PageCache. Not thread-safe: only the deciding thread uses it."""
 
     def __init__(self, book: PageBook, index: PrefixIndex, *, clock: Clock = monotonic, restores: bool = False) -> None:
-        """`restores`: what is on the host only is of use, since owners can have it loaded back."""
+        """`restores`: owners can load pages back from the host, so a prefix that is on the host only is of use."""
         self._book = book
         self.index = index
         self._clock = clock
         self._restores = restores and index.host is not None
         self._readers: dict[Owner, Reader] = {}
-        self.looks = Looks(index, end=self._end)
         self._watchers: list[PathWatcher] = []
-        self.twins = Twins(book, index, index.host, clock, end=self._end) if index.host is not None else None
-        """The way of prefixes to the host; None: there is none."""
+        self.copies = HostCopies(book, index, index.host, clock, end=self._end) if index.host is not None else None
+        """The host copies of prefixes; None: there are none."""
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
         self.retention_refused = 0
-        """Owners whose namespace, or all together, retained as many pages as they may: what they ask does not count any more."""
+        """Owners whose namespace, or all namespaces together, retained as many pages as they may: their claims do not count."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
@@ -76,8 +110,8 @@ class PrefixCache:
     ) -> Admitted:
         """Give a new owner the longest cached prefix of its prompt, of `at_most` pages, and pages of its own for the rest.
 
-        One step, all or nothing; it lasts until `let_go`. `from_checkpoint`: only a prefix at whose end windows and states have
-        been kept is of use. Raises what `PageBook.reserve` does.
+        One step, all or nothing; it lasts until `let_go`. `from_checkpoint`: only a prefix that ends with a checkpoint is of use.
+        Raises what `PageBook.reserve` does.
         """
         path = self.index.match(keys, at_most=at_most)
         if not self._restores:
@@ -88,7 +122,7 @@ class PrefixCache:
             return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
         except (CapacityError, InvalidInputError) as error:
             if not (from_checkpoint and len(path)):
-                raise  # each page of a prefix is one page less to reserve, so that it would not fit without one either
+                raise  # a prefix only ever lowers the demand, so it would not fit without one either
             try:  # but a checkpoint takes pages in which the owner's own windows may have to be
                 return self._admit(owner, keys, path[:0], demand, from_checkpoint=False)
             except CapacityError as without:
@@ -104,7 +138,7 @@ class PrefixCache:
         try:
             shared = reader.shared(self.index)
             needed = dict(demand(shared))
-            # What cannot be cached goes back soon, and among pages that stay it would leave a hole.
+            # Pages that will not be cached are freed early; taken from short runs, they leave the long runs whole.
             apart = {space: max(0, needed.get(space, 0) - (len(keys) - shared[space])) for space in self.spaces}
             to_load = len(reader.checkpoint(self.index.host))
             if to_load:
@@ -121,6 +155,8 @@ class PrefixCache:
             watcher.used(keys[: len(path)])
         return reader.admitted(self.index, own)
 
+    # ------------------------------------------------------------------------------------- pages that come
+
     def keep(
         self,
         owner: Owner,
@@ -130,17 +166,18 @@ class PrefixCache:
     ) -> int:
         """Keep whole pages of an owner, those of `keys[start:]`, and return how many are new; nobody writes them any more.
 
-        `start`: how many pages of its prompt the owner reads already, by `admit` or an earlier `keep`. It reads all of these from
-        now on. Pages that the cache has already stay the owner's, and it goes on with them; so do all when what was before them
-        has been dropped meanwhile, and those from a key on that a page elsewhere has. Raises ConflictError when the owner's pages
-        are not held or not its own, or `start` is another, NotFoundError for an owner that was never admitted: nothing is kept.
+        `start`: the number of pages of its prompt that the owner reads already, by `admit` or an earlier `keep`. The owner reads
+        all of these pages from now on. Pages that the cache has already stay the owner's, and so do the pages from the first key on
+        that a page elsewhere has; all stay the owner's when the pages before them have been dropped meanwhile. Raises ConflictError
+        when the owner's pages are not held or not its own, or `start` is another, NotFoundError for an owner that was never
+        admitted: nothing is kept then.
         """
         reader = self._reader(owner)
         if start != len(reader.path):
             raise ConflictError(
                 f"{owner}: pages from {start} on cannot be kept, it reads {len(reader.path)} pages so far"
             )
-        self._book.cache(owner, {})  # refuses what is not held before the index takes anything
+        self._book.cache(owner, {})  # refuses pages that are not held before the index takes anything
         path, device = self.index.match(keys), self.index.device
         if not np.array_equal(path[:start], reader.path) or device.depth(reader.path) < start or device.is_lost(path):
             return 0
@@ -165,15 +202,15 @@ class PrefixCache:
     def restored(self, owner: Owner, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> int:
         """Keep pages of an owner that hold, on the device, its prefix from page `start` on, which it read on the host only.
 
-        They are whole by proof, and nobody writes them any more. It goes on reading them; those that came to the device by
-        somebody else meanwhile stay its own. Returns how many are new there. Raises ConflictError when its pages are not held.
+        They are whole by proof, and nobody writes them any more. The owner goes on reading them; pages that somebody else brought
+        to the device meanwhile stay its own. Returns how many are new there. Raises ConflictError when its pages are not held.
         """
         reader = self._reader(owner)
         if start > reader.device:
             raise ConflictError(
                 f"{owner}: pages from {start} on are restored, it reads {reader.device} on the device so far"
             )
-        self._book.cache(owner, {})  # refuses what is not held
+        self._book.cache(owner, {})  # refuses pages that are not held
         path = reader.path[: start + max(map(len, pages.values()), default=0)]
         path = path[: np.count_nonzero(~self.index.records.is_hidden(path))]
         if self.index.device.is_lost(path):
@@ -214,15 +251,6 @@ class PrefixCache:
         self._book.became_available({CHECKPOINT_SPACE: len(pages)})
         return True
 
-    def let_go(self, owner: Owner) -> None:
-        """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
-        reader = self._reader(owner)
-        for watcher in self._watchers:
-            watcher.ending()
-        self._used(reader)
-        del self._readers[owner]
-        self._end(reader)
-
     def retain(self, owner: Owner, claim: Claim) -> None:
         """Let what an owner reads, now and later, go after others for as long as it asks. Raises NotFoundError as `let_go`."""
         reader = self._reader(owner)
@@ -234,6 +262,17 @@ class PrefixCache:
         if reader.claim and not self.index.retain(reader.path, self._clock(), reader.claim):
             reader.claim = None
             self.retention_refused += 1
+
+    # ------------------------------------------------------------------------------------- pages that go
+
+    def let_go(self, owner: Owner) -> None:
+        """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
+        reader = self._reader(owner)
+        for watcher in self._watchers:
+            watcher.ending()
+        self._used(reader)
+        del self._readers[owner]
+        self._end(reader)
 
     def _end(self, reader: Reader) -> None:
         if len(reader.path):
@@ -247,17 +286,10 @@ class PrefixCache:
             {space: count - before[space] for space, count in now.items() if count > before[space]}
         )
 
-    def checkpoints(self, owner: Owner) -> list[int]:
-        """At the ends of how many pages of those that an owner reads there is a checkpoint now, ascending."""
-        return self._restorable(self._reader(owner).path)
-
-    def _restorable(self, path: RecordArray) -> list[int]:
-        return (np.flatnonzero((self.index if self._restores else self.index.device).checkpointed(path)) + 1).tolist()
-
     def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
 
-        As for `admit`, whose pages besides these it keeps. What it reads no more may be evicted for them. Raises CapacityError, and
+        As for `admit`, whose pages the owner keeps. Pages that it reads no more may be evicted for them. Raises CapacityError, and
         nothing has changed then; NotFoundError when there is no checkpoint (any more).
         """
         reader, before = self._reader(owner), self._book.available_pages()
@@ -265,7 +297,7 @@ class PrefixCache:
         fewer = Reader.of(self.index, path, min(reader.device, page_count), from_checkpoint=from_checkpoint)
         fewer.claim = reader.claim
         fewer.pin(self.index)
-        if is_found:  # else it would be gone, and could not be read again
+        if is_found:  # unpinning a dropped path would free it, and it could not be read again
             reader.unpin(self.index)
         try:
             to_load = len(fewer.checkpoint(self.index.host))
@@ -289,14 +321,14 @@ class PrefixCache:
         return fewer.admitted(self.index, own)
 
     def drop(self, why: Evicted = Evicted.OPERATOR, which: RecordArray | None = None) -> Dropped:
-        """Forget these pages and all that depends on them, or every prefix; what is read is free when its readers let go."""
+        """Forget these pages and all that depends on them, or every prefix; pages with readers are free when those let go."""
         self._empty_at_s = self._clock() if which is None else self._empty_at_s
         return self._dropped(why, lambda: self.index.drop(which))
 
     def lose_device(self) -> Dropped:
         """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
         why = Evicted.MEMORY_LOST
-        return self.drop(why) if self.twins is None else self._dropped(why, self.index.lose_device)
+        return self.drop(why) if self.copies is None else self._dropped(why, self.index.lose_device)
 
     def drop_kept(self, owner: Owner, page: int) -> tuple[Dropped, list[Link]]:
         """Forget what an owner has kept from this page of its prompt on, and all that depends on it.
@@ -314,13 +346,45 @@ class PrefixCache:
     def _dropped(self, why: Evicted, drop: Callable[[], Pages]) -> Dropped:
         known, there = self.index.reachable, len(self.index)
         self._uncache(drop())
-        if self.twins is not None:
-            self.twins.forgotten(self.index.unreachable_twins())
+        if self.copies is not None:
+            self.copies.forgotten(self.index.unreachable_copies())
         self.index.evicted[why] += (dropped := known - self.index.reachable)
         return Dropped(dropped, dropped - (there - len(self.index)))
 
+    def _uncache(self, pages: Pages) -> None:
+        pages = without_empty(pages)
+        self._book.uncache(pages)
+        if self.copies is not None:
+            self.copies.forgotten(pages)
+
+    def evictable(self) -> Mapping[IndexSpace, int]:
+        """Return the number of cached pages of each space that nobody reads."""
+        return self.index.evictable()
+
+    def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
+        """Forget pages, at least so many of each space, and return them."""
+        checkpoints = len(self.index.device.checkpoints)
+        self.index.decay(self._clock())
+        pages = without_empty(self.index.evict(lacking))
+        if self.copies is not None:
+            self.copies.forgotten(pages)
+        self.evicted_checkpoints += checkpoints - len(self.index.device.checkpoints)
+        return pages
+
+    # ------------------------------------------------------------------------------------- asking
+
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
+
+    @property
+    def spaces(self) -> tuple[IndexSpace, ...]:
+        """The spaces in which each page of a prompt has one page here."""
+        return self.index.spaces
+
+    @property
+    def readers(self) -> int:
+        """Number of owners that have been admitted and have not let go."""
+        return len(self._readers)
 
     def known(self, keys: Keys) -> int:
         """Return the number of pages of a prompt that are cached now, whoever may use them."""
@@ -330,36 +394,19 @@ class PrefixCache:
         """Return the largest number of cached pages of a prompt with a checkpoint at their end, on the device or the host."""
         return int(max(np.flatnonzero(self.index.checkpointed(self.index.match(keys))) + 1, default=0))
 
+    def checkpoints(self, owner: Owner) -> list[int]:
+        """Return the numbers of pages, of those that an owner reads, that end with a checkpoint now, ascending."""
+        return self._restorable(self._reader(owner).path)
+
+    def _restorable(self, path: RecordArray) -> list[int]:
+        return (np.flatnonzero((self.index if self._restores else self.index.device).checkpointed(path)) + 1).tolist()
+
     def reads(self, owner: Owner) -> int:
         """Return the number of pages of its prompt and answer that an owner reads. Raises NotFoundError as `let_go`."""
         return len(self._reader(owner).path)
 
-    @property
-    def spaces(self) -> tuple[IndexSpace, ...]:
-        """The spaces in which each page of a prompt has one page here."""
-        return self.index.spaces
-
-    def evictable(self) -> Mapping[IndexSpace, int]:
-        """Cached pages of each space that nobody reads."""
-        return self.index.evictable()
-
-    def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
-        """Forget pages, at least so many of each space, and return them."""
-        checkpoints = len(self.index.device.checkpoints)
-        self.index.decay(self._clock())
-        pages = some(self.index.evict(lacking))
-        if self.twins is not None:
-            self.twins.forgotten(pages)
-        self.evicted_checkpoints += checkpoints - len(self.index.device.checkpoints)
-        return pages
-
-    @property
-    def readers(self) -> int:
-        """Number of owners that have been admitted and have not let go."""
-        return len(self._readers)
-
     def kept_s(self) -> float:
-        """Return for how many seconds a prefix lasts that nobody uses again: all that was used within them is here."""
+        """Return for how many seconds an unused prefix lasts: everything that was used within them is here."""
         return self._clock() - max(self._empty_at_s, self.index.kept_since)
 
     def gone(self) -> Counter[Evicted]:
@@ -372,18 +419,24 @@ class PrefixCache:
         return self.index.retentions.by_namespace
 
     def residency(self) -> Residency:
-        """Return where pages of prompts are, by their number."""
+        """Return the numbers of pages of prompts by where they are."""
         return Residency.of(self.index)
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
         self._book.check_integrity()
         self.index.check_integrity()
-        check_pages(self.index, self._book.cached_pages())
-        readers = [*self._readers.values(), *self.looks.readers]
-        if self.twins is not None:
-            self.twins.check_integrity()
-            readers += [backup.reader for backup in self.twins.backups.values()]
+        cached, known = self._book.cached_pages(), self.index.all_pages()
+        for space in cached.keys() | known.keys():
+            differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
+            if len(differing):
+                raise IntegrityError(
+                    f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
+                )
+        readers = [*self._readers.values()]
+        if self.copies is not None:
+            self.copies.check_integrity()
+            readers += self.copies.readers
         check_pins(self.index, readers)
 
     def _reader(self, owner: Owner) -> Reader:
@@ -391,9 +444,3 @@ class PrefixCache:
             return self._readers[owner]
         except KeyError:
             raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
-
-    def _uncache(self, pages: Pages) -> None:
-        pages = some(pages)
-        self._book.uncache(pages)
-        if self.twins is not None:
-            self.twins.forgotten(pages)

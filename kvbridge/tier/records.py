@@ -1,8 +1,8 @@
 """Records of cached pages: a flat map from keys, in which a page is never without the page before it.
 
-A key names all tokens up to a page's end. As no record is ever without its *parent*, the record of the page before, what is
-known of a prompt is a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join.
-A *path* is such a run: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
+A key names all tokens up to a page's end. No record is ever without its *parent*, the record of the page before. So the known pages
+of a prompt are a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join. Such a
+run is a *path*: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _FEW = 16
 
 
 class Records:
-    """Up to `capacity` records, numbered from 0. Numbers are used again; a column of the caller's has `capacity` places."""
+    """Up to `capacity` records, numbered from 0. Numbers are used again; a caller's column has `capacity` places."""
 
     def __init__(self, capacity: int) -> None:
         if not 1 <= capacity <= np.iinfo(np.int32).max:
             raise InvalidInputError(f"an index has 1 to 2^31 - 1 records, got {capacity}")
         self.capacity = capacity
         self._record_of: dict[bytes, int] = {}
-        # What is never touched of zeros takes no memory.
+        # Zeros that nobody touches take no memory.
         self._key = np.zeros((capacity, 2), dtype=np.uint64)
         self._depth = np.zeros(capacity, dtype=np.int32)
         self._is_hidden = np.zeros(capacity, dtype=np.bool_)
@@ -56,7 +56,7 @@ class Records:
         return len(self) - len(self._record_of)
 
     def all(self) -> RecordArray:
-        """All records, hidden ones among them, by their number."""
+        """Return all records, hidden ones among them, by their number."""
         return np.flatnonzero(self.parent != _UNUSED).astype(np.int32)
 
     def match(self, keys: Keys, at_most: int) -> RecordArray:
@@ -74,7 +74,7 @@ class Records:
         path = self.path(last) if self._depth[last] == known - 1 else _NO_RECORDS
         if keys.shared_with(self.keys(path)) == known:
             return path
-        # Keys come from outside: of a chain and of a path one of them may be elsewhere, and what is before it counts.
+        # Keys come from outside: one of a chain, or of a path, may be elsewhere, and only the keys before it count.
         return self._walk(keys[:known])
 
     def _walk(self, keys: Keys) -> RecordArray:
@@ -102,11 +102,11 @@ class Records:
         return bool((self.parent[records[1:]] == records[:-1]).all())
 
     def is_hidden(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records no key leads to any more."""
+        """Return which of the records no key leads to any more."""
         return self._is_hidden[records]
 
     def create(self, keys: Keys, path: RecordArray) -> RecordArray:
-        """Make a record for each of the keys behind a path, up to one that another page has; they have to enter a subtree next.
+        """Make a record for each of the keys behind a path, up to one that another page has; they must enter a residence next.
 
         Raises IntegrityError when there are more pages than can be.
         """
@@ -138,13 +138,13 @@ class Records:
         return len(seen)
 
     def hide(self, records: RecordArray) -> None:
-        """Let no key lead to these any more; whatever depends on one of them is among them or hidden."""
+        """Let no key lead to these any more; every record that depends on one of them is among them or hidden."""
         for key in self.keys(records).to_list():
             del self._record_of[key]
         self._is_hidden[records] = True
 
     def forget(self, records: RecordArray) -> None:
-        """Give the numbers of records that are in no subtree any more back, and let no key lead to them."""
+        """Give back the numbers of records that are in no residence any more, and let no key lead to them."""
         self.hide(records[~self._is_hidden[records]])
         self._is_hidden[records] = False
         self.parent[records] = _UNUSED
@@ -152,7 +152,7 @@ class Records:
         self._unused_count += len(records)
 
     def descendants(self, records: RecordArray) -> RecordArray:
-        """Return records and all that depends on them, deepest first: each step looks twice as far up as the one before."""
+        """Return records and all that depend on them, deepest first: each step looks twice as far up as the one before."""
         there, top = self.all(), self.capacity
         found = np.zeros(top + 1, dtype=np.bool_)
         found[records] = True
@@ -185,7 +185,7 @@ class Records:
                 raise IntegrityError(f"prefix index: {fact} contradict the {len(self)} records")
 
     def path(self, record: int) -> RecordArray:
-        """All records from a prompt's first page to this one."""
+        """Return all records from a prompt's first page to this one."""
         parent_at = self.parent_at
         found = []
         while record != NO_RECORD:
@@ -195,7 +195,7 @@ class Records:
         return np.array(found, dtype=np.int32)
 
     def links(self, records: RecordArray) -> list[Link]:
-        """The links of records, in their order."""
+        """Return the links of records, in their order."""
         parents = self.parent[records]
         before = self.keys(parents).to_list()  # of the first page of a prompt some other key, which is not used
         keys = self.keys(records).to_list()
@@ -205,7 +205,7 @@ class Records:
         ]
 
     def keys(self, records: RecordArray) -> Keys:
-        """The keys of records."""
+        """Return the keys of records."""
         return Keys(self._key[records].tobytes())
 
 

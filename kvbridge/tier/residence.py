@@ -1,4 +1,4 @@
-"""Records that have a page in each of some spaces: on the device, on the host, or as such; with readers and checkpoints there.
+"""The records that have pages in some spaces, on the device, on the host or as such, with their readers and checkpoints there.
 
 No record is in a residence without its parent. Readers pin a whole path from a prompt's first page on, so pins(parent) >= sum of
 pins(children). An unpinned record has no pinned descendants: every unpinned record can be evicted, leaf first.
@@ -13,13 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError, NotFoundError
-from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join
 from kvbridge.tier.retention import Retentions
-from kvbridge.tier.victims import Subtree, Victims
-
-Pages = dict[IndexSpace, PageIdArray]
-"""Page ids of each space, int32."""
+from kvbridge.tier.victims import Subtree
 
 
 @dataclass(slots=True)
@@ -45,24 +42,20 @@ class Checkpoints:
     def __len__(self) -> int:
         return len(self._of_record)
 
-    def among(self, records: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Which of the records have one."""
+    def among(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Return which of the records have one."""
         return self._is_there[records]
 
     def pages(self, record: int) -> PageIdArray:
         """Return the pages of a record's checkpoint. Raises NotFoundError when it has none."""
         return self._get(record).pages
 
-    def pins(self, record: int) -> int:
-        """Return the number of readers of a record's checkpoint."""
-        return self._get(record).pins
-
     def readers(self) -> dict[int, int]:
         """Return the number of readers of each checkpoint, by its record."""
         return {record: checkpoint.pins for record, checkpoint in self._of_record.items()}
 
     def all_pages(self) -> PageIdArray:
-        """All pages of all checkpoints."""
+        """Return all pages of all checkpoints."""
         return join([checkpoint.pages for checkpoint in self._of_record.values()])
 
     def add(self, record: int, pages: PageIdArray) -> None:
@@ -71,9 +64,15 @@ class Checkpoints:
         self._is_there[record] = True
         self.unpinned_pages += len(pages)
 
-    def pin(self, record: int) -> PageIdArray:
-        """Count a reader, and a use; return the pages."""
-        checkpoint = self._of_record[record] = self._of_record.pop(record)
+    def pin(self, record: int, record_pins: int) -> PageIdArray:
+        """Count a reader and a use; return the pages. The reader is one of `record_pins` readers of the record, and stays longer.
+
+        Raises NotFoundError when there is none (any more).
+        """
+        checkpoint = self._get(record)
+        if checkpoint.pins >= record_pins:
+            raise IntegrityError(f"the checkpoint of record {record} is read by somebody who has not pinned the record")
+        self._of_record[record] = self._of_record.pop(record)
         if not checkpoint.pins:
             self.unpinned_pages -= len(checkpoint.pages)
         checkpoint.pins += 1
@@ -88,11 +87,22 @@ class Checkpoints:
         if not checkpoint.pins:
             self.unpinned_pages += len(checkpoint.pages)
 
-    def take(self, records: npt.NDArray[np.int32]) -> PageIdArray:
-        """Take away the checkpoints that these records have, which nobody pins, and return their pages."""
-        return join([self._remove(record) for record in records[self._is_there[records]].tolist()])
+    def require_unread(self, path: RecordArray, pins: npt.NDArray[np.int32]) -> None:
+        """Raise IntegrityError when every reader of a record, which has so many `pins`, still reads its checkpoint."""
+        for at in np.flatnonzero(self.among(path)).tolist() if self._of_record else ():
+            if self._get(int(path[at])).pins >= pins[at]:
+                raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
 
-    def oldest(self, page_count: int, retentions: Retentions) -> npt.NDArray[np.int32]:
+    def take(self, records: RecordArray) -> PageIdArray:
+        """Take away the checkpoints that these records have, which nobody pins, and return their pages."""
+        found = []
+        for record in records[self._is_there[records]].tolist():
+            found.append(self._of_record.pop(record).pages)
+            self._is_there[record] = False
+            self.unpinned_pages -= len(found[-1])
+        return join(found)
+
+    def oldest(self, page_count: int, retentions: Retentions) -> RecordArray:
         """Return the records of the checkpoints to take for so many pages, or of all that nobody pins: retained ones last."""
         chosen: list[int] = []
         for priority in retentions.priorities():
@@ -123,15 +133,9 @@ class Checkpoints:
         except KeyError:
             raise NotFoundError(f"record {record} has no checkpoint (any more)") from None
 
-    def _remove(self, record: int) -> PageIdArray:
-        checkpoint = self._of_record.pop(record)
-        self._is_there[record] = False
-        self.unpinned_pages -= len(checkpoint.pages)
-        return checkpoint.pages
 
-
-class Residence:
-    """Some of the records of an index. The index alone changes it, but for its checkpoints."""
+class Residence(Subtree):
+    """Some of the records of an index. Only the index changes a residence, but for its checkpoints."""
 
     def __init__(
         self,
@@ -141,17 +145,12 @@ class Residence:
         *,
         checkpoint_space: IndexSpace | None = None,
     ) -> None:
-        """`rank`: of each record; the lowest goes first. `checkpoint_space`: of checkpoints at the ends of records here."""
+        """`rank`: see `Subtree`. `checkpoint_space`: of checkpoints at the ends of records here."""
+        super().__init__(records, rank, len(spaces))
         self.spaces = tuple(spaces)
         self.pinned = 0
         """Number of records that somebody pins."""
-        self._subtree = Subtree(records)
-        self._parent, self._parent_at = records.parent, records.parent_at
         self._count = 0
-        self._pages = np.zeros((len(spaces), records.capacity), dtype=np.int32)
-        self._pins = np.zeros(records.capacity, dtype=np.int32)
-        self._pins_at = self._pins.data
-        self.victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
         self._is_lost = np.zeros(records.capacity, dtype=np.bool_)
         self._lost_count = 0
         self.checkpoint_space = checkpoint_space
@@ -165,20 +164,16 @@ class Residence:
     def __len__(self) -> int:
         return self._count
 
-    def has(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records are here."""
-        return self._subtree.has(records)
-
     def depth(self, path: RecordArray) -> int:
         """Return the number of records of a path that are here, and not lost: its first ones."""
-        return 0 if self.is_lost(path) else self._subtree.depth(path)
+        return 0 if self.is_lost(path) else super().depth(path)
 
     def is_lost(self, path: RecordArray) -> bool:
-        """Return whether a path begins with lost records: none of it is here for anybody new, nor comes before those are gone."""
+        """Return whether a path begins with lost records: nobody new finds any of it here, and none comes before those are gone."""
         return bool(self._lost_count and len(path) and self._is_lost[path[0]])
 
     def lost(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records are lost."""
+        """Return which of the records are lost."""
         found: npt.NDArray[np.bool_] = self._is_lost[records]
         return found
 
@@ -188,7 +183,7 @@ class Residence:
 
     def all_pages(self) -> Pages:
         """Return every page that records have here, those of checkpoints too."""
-        return self.pages(self._subtree.all()) | self._of_checkpoints(self.checkpoints.all_pages())
+        return self.pages(self.all()) | self._of_checkpoints(self.checkpoints.all_pages())
 
     def unpinned(self, records: RecordArray) -> RecordArray:
         """Return those of the records that are here and that nobody pins."""
@@ -209,62 +204,60 @@ class Residence:
     # ------------------------------------------------------------------------------------- use
 
     def require_pinnable(self, records: RecordArray) -> None:
-        """Raise IntegrityError unless a path is here, and what it continues is pinned."""
-        if self._subtree.children_at[records[-1]] == NO_RECORD:
+        """Raise IntegrityError unless a path is here, and the record before it is pinned."""
+        if self._children_at[records[-1]] == NO_RECORD:
             raise IntegrityError(f"record {records[-1]} cannot be pinned: it is not in {self!r}")
         parent = self._parent_at[records[0]]
         if parent != NO_RECORD and not self._pins_at[parent]:
             raise IntegrityError(f"record {records[0]} cannot be pinned: nobody pins its parent {parent}")
 
     def pin(self, records: RecordArray) -> None:
-        """Count a reader on every record of a path, or of a part that continues one that the same reader has pinned."""
+        """Count a reader on every record of a path, or of a part that continues a path which the same reader has pinned."""
         pins = self._pins[records]
         self._pins[records] = pins + 1
         self.pinned += len(records) - int(np.count_nonzero(pins))
 
     def require_pinned(self, path: RecordArray) -> None:
-        """Raise IntegrityError unless somebody pins a path, beside those that restore from its checkpoints."""
+        """Raise IntegrityError unless somebody pins a path, beside the readers that restore from its checkpoints."""
         pins = self._pins[path]
         if pins.min() < 1:
             raise IntegrityError(f"record {path[pins.argmin()]} is unpinned more often than it was pinned")
-        for at in np.flatnonzero(self.checkpoints.among(path)).tolist() if len(self.checkpoints) else ():
-            if self.checkpoints.pins(int(path[at])) >= pins[at]:
-                raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
+        self.checkpoints.require_unread(path, pins)
 
     def unpin(self, path: RecordArray) -> RecordArray:
-        """End what `pin` began, for all that one reader has pinned. Returns those that nobody pins any more."""
+        """End what `pin` began, for all that one reader has pinned. Returns the records that nobody pins any more."""
         pins = self._pins[path] - 1
         self._pins[path] = pins
         ended: RecordArray = path[pins == 0]
         self.pinned -= len(ended)
-        self.victims.offer(int(path[-1]))
+        self._offer(int(path[-1]))
         return ended
 
     def used(self, path: RecordArray) -> None:
-        """A path was used, or some of it came."""
+        """Note that a path was used, or that some of it came."""
         here = self.depth(path)
         if here:
-            self.victims.offer(int(path[here - 1]))
+            self._offer(int(path[here - 1]))
 
     def ranked_anew(self, records: RecordArray) -> None:
-        """Records, of which some may be here, have another rank."""
-        for leaf in records[self._subtree.children[records] == 0].tolist():
-            self.victims.offer(leaf)
+        """Note that records, of which some may be here, have another rank."""
+        for leaf in records[self._children[records] == 0].tolist():
+            self._offer(leaf)
 
     # ------------------------------------------------------------------------------------- checkpoints
 
     def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records have a checkpoint here, and are not lost."""
+        """Return which of the records have a checkpoint here, and are not lost."""
         return self.checkpoints.among(records) & ~self._is_lost[records]
 
     def lacks_checkpoint(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records are here, not lost, and have none."""
+        """Return which of the records are here, not lost, and have none."""
         lacks: npt.NDArray[np.bool_] = self.has(records) & ~self.checkpoints.among(records) & ~self._is_lost[records]
         return lacks
 
     def set_checkpoint(self, record: int, pages: PageIdArray) -> bool:
-        """Keep the windows and states at a record's end. False when it has some: those stay, these are still the caller's."""
-        if self._subtree.children_at[record] == NO_RECORD or not len(pages):
+        """Keep the windows and states at a record's end. False when it has some: `pages` are still the caller's."""
+        if self._children_at[record] == NO_RECORD or not len(pages):
             raise IntegrityError(f"record {record} cannot have a checkpoint of {len(pages)} pages in {self!r}")
         is_new = not self.checkpointed(np.array([record]))[0]
         if is_new:
@@ -272,28 +265,22 @@ class Residence:
         return is_new
 
     def pin_checkpoint(self, record: int) -> PageIdArray:
-        """Count a reader on a record's checkpoint and return its pages; the reader pins the record, too, and for longer.
-
-        Raises NotFoundError when there is none (any more).
-        """
-        if self.checkpoints.pins(record) >= self._pins_at[record]:
-            raise IntegrityError(f"the checkpoint of record {record} is read by somebody who has not pinned the record")
-        return self.checkpoints.pin(record)
+        """Count a reader on the checkpoint of a record, as `Checkpoints.pin`."""
+        return self.checkpoints.pin(record, self._pins_at[record])
 
     # ------------------------------------------------------------------------------------- what comes and goes
 
     def add(self, records: RecordArray, pages: Mapping[IndexSpace, PageIdArray]) -> None:
-        """Take in records that continue a path that is here, one page of each space for each; `used` is to be told next."""
+        """Take in records that continue a path that is here, one page of each space for each; call `used` next."""
         for row, space in enumerate(self.spaces):
             self._pages[row, records] = pages[space]
-        self._subtree.add(records)
+        self._add(records)
         self._is_read_back[records] = False
         self._count += len(records)
-        self.victims.place(records)
 
     def take(self, count: int) -> tuple[RecordArray, Pages]:
         """Evict `count` records and their checkpoints: old leaves that nobody pins, neighbours together, each before its parent."""
-        victims = self.victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
+        victims = self._victims(count) if count > 0 else np.empty(0, dtype=np.int32)
         self.note_evicted(victims)
         return victims, self._clear(victims)
 
@@ -320,9 +307,9 @@ class Residence:
     def remove(self, records: RecordArray) -> Pages:
         """Give up records that nobody pins, and their checkpoints; each comes before its parent."""
         for record in records.tolist():
-            parent = self._subtree.remove_leaf(record)
+            parent = self._remove_leaf(record)
             if parent != NO_RECORD:
-                self.victims.offer(parent)
+                self._offer(parent)
         return self._clear(records)
 
     def _clear(self, records: RecordArray) -> Pages:
@@ -330,7 +317,7 @@ class Residence:
         self._count -= len(records)
         self._lost_count -= int(np.count_nonzero(self._is_lost[records]))
         self._is_lost[records] = False
-        self.victims.forget(records)
+        self._record_at[self._pages[0, records]] = NO_RECORD
         return self.pages(records) | self._of_checkpoints(self.checkpoints.take(records))
 
     def _of_checkpoints(self, pages: PageIdArray) -> Pages:
@@ -341,16 +328,15 @@ class Residence:
     def check_integrity(self, is_hidden: npt.NDArray[np.bool_]) -> None:
         """Compare every structure with every other; hidden records are here while somebody pins them. Raises IntegrityError."""
         self.checkpoints.check_integrity(self._pins)
-        there = self._subtree.all()
+        there = self.all()
         inner = there[self._parent[there] != NO_RECORD]
         by_children = np.bincount(self._parent[inner], weights=self._pins[inner], minlength=len(self._pins))
         facts = {
-            "children and leaves": self._subtree.adds_up() and len(there) == len(self),
+            "children, leaves, candidates and places": self._adds_up() and len(there) == len(self),
             "pins of records and their children": bool(
                 (self._pins[there] >= np.maximum(by_children[there], is_hidden[there])).all()
             ),
             "pinned records": self.pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
-            "candidates, leaves and places": self.victims.add_up(),
             "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
             "checkpoints and records": self.checkpoints.among(there).sum() == len(self.checkpoints),
             "lost ones": self._lost_count == self._is_lost.sum() == np.count_nonzero(self._pins[self._is_lost]),
@@ -375,18 +361,18 @@ class EvictedPages:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inserted:
-    """The result of `insert`."""
+    """The result of `PrefixIndex.insert`."""
 
     records: RecordArray
     """The records of `keys[start:]`, without those left out."""
     residence: Residence
-    """Where they were inserted."""
+    """The residence into which they were inserted."""
     new: RecordArray
     """The last of them, which are new there."""
     pages: Pages
-    """The given pages that are the index's now; of the others it had the first arrival, and they stay the caller's."""
+    """The given pages that are the index's now. Of the others the index had the first arrival, and they stay the caller's."""
     left_out: int
-    """Number of the last keys that were left out, since the first of them is that of a page elsewhere."""
+    """Number of the last keys that were left out, since a page elsewhere has the first of these keys."""
 
 
 def merged(parts: Sequence[Pages]) -> Pages:

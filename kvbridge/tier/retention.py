@@ -1,7 +1,7 @@
-"""The cached pages that are to go after others, and until when: what requests ask with `retention`.
+"""The cached pages that go after others, and until when, as requests ask with `retention`.
 
-A priority adds to the rank that a record's use has given it, so that it goes after every record of a lower one, and before every
-record of a higher one. It falls by itself, in equal steps. Nothing is pinned: what can be evicted without retention can be with it.
+A priority adds to the rank that a record's use has given it: the record goes after every record of a lower priority, and before
+every record of a higher one. The priority falls by itself, in equal steps. Retention pins nothing.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _LOOK_EVERY_S = 1.0
 """Longest delay with which a priority falls: each look goes over all retained records."""
 _ENDED = -1
 MOST_TOGETHER = 0.5
-"""Share of all records that any number of namespaces may have retained together, unless one alone may have more: a name costs
-nothing, and what is left goes by use alone."""
+"""Share of all records that all namespaces may have retained together, unless one alone may have more: a name costs nothing, and
+the other records go by use alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The retention that one request asks for its pages, and the namespace that it counts for."""
+    """The retention that one request asks for its pages, counted for its namespace."""
 
     namespace: str
     retention: Retention
 
 
 class Retentions:
-    """The retained records of one index. Times are those that the index is given: seconds above 0 that never fall."""
+    """The retained records of one index. Times are seconds above 0 that never fall, as the index is given them."""
 
     def __init__(self, capacity: int, *, share: float) -> None:
-        """`share`: of so many of `capacity` records each namespace may have its own retained."""
+        """`share`: the share of `capacity` records that each namespace may have retained."""
         self.limit = int(share * capacity)
         """Records of one namespace that can be retained."""
         self.together = int(max(share, MOST_TOGETHER) * capacity)
         """Records of all namespaces that can be retained."""
         self.by_namespace: Counter[str] = Counter()
-        """Records that are retained now, as far as has been looked."""
+        """Records that were retained at the last look."""
         self._until_s = np.zeros((RETENTION_PRIORITIES, capacity))
         """When a record's priority falls below each of 1, 2, ...: never ascending."""
         self._priority = np.zeros(capacity, dtype=np.int8)
@@ -62,8 +62,8 @@ class Retentions:
     def retain(self, records: RecordArray, now: float, claim: Claim) -> bool:
         """Let records of a path have at least that priority from `now` on.
 
-        False, and nothing has changed, when the namespace would have more than its share then, or all of them more than together
-        they may. `decay` has been called at `now`.
+        False, and nothing has changed, when the namespace would have more than its share, or all of them more than theirs. Call
+        `decay` at `now` first.
         """
         top = claim.retention.priority
         if not top or not claim.retention.for_s or not len(records):
@@ -83,7 +83,7 @@ class Retentions:
         return True
 
     def decay(self, now: float) -> RecordArray:
-        """Let priorities fall whose time is over, and return the records whose has fallen."""
+        """Let priorities fall whose time is over, and return the records whose priority has fallen."""
         if now < self._next_look_s or not len(self):
             return np.empty(0, dtype=np.int32)
         self._next_look_s = now + _LOOK_EVERY_S
@@ -98,7 +98,7 @@ class Retentions:
         return records
 
     def priorities(self) -> range:
-        """The priorities that records can have now, the lowest first."""
+        """Return the priorities that records can have now, the lowest first."""
         return range(RETENTION_PRIORITIES + 1) if len(self) else range(1)
 
     def priority(self, record: int) -> int:
@@ -111,7 +111,7 @@ class Retentions:
         return found
 
     def reasons(self, records: RecordArray) -> Counter[Evicted]:
-        """Why each of these records goes, whose pages others need."""
+        """Count the reasons why these records go, whose pages others need."""
         priority = self._priority[records]
         retained, ended = int(np.count_nonzero(priority > 0)), int(np.count_nonzero(priority == _ENDED))
         counts = {
@@ -122,7 +122,7 @@ class Retentions:
         return Counter({reason: count for reason, count in counts.items() if count})
 
     def forget(self, records: RecordArray) -> None:
-        """These are gone; their numbers will be those of others."""
+        """Forget records that are gone; their numbers are used again."""
         self._uncount(records[self._priority[records] > 0])
         self._priority[records] = 0
         self._until_s[:, records] = 0

@@ -20,13 +20,13 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
 from kvbridge.core.geometry.pages import tables_from_wire
-from kvbridge.core.geometry.tiers import twin_space
-from kvbridge.core.ids import TWINS, IndexSpace, MemoryKind, PageMoves
+from kvbridge.core.geometry.tiers import copy_space
+from kvbridge.core.ids import HOST_COPIES, IndexSpace, MemoryKind, PageMoves
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart
-from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, backup_shares
+from kvbridge.tier.copies import CopyMeans, Direction, HostCopier, backup_shares
 from kvbridge.worker.rank import NodeLink, RankIdentity, contained
 
 log = structlog.get_logger(__name__)
@@ -51,15 +51,15 @@ class BackupCopier:
         )
         shares = backup_shares(geometry, part, tp_ranks)
         means = CopyMeans(CopyBackend(identity.copy_backend), gpu)
-        self._copier = TwinCopier(
+        self._copier = HostCopier(
             geometry, regions, identity.twins, direction=Direction.BACKUP, means=means, shares=shares
         )
         self._stream = None if gpu is None else runtime.Stream.create(gpu)
         copied = {(region.component, region.layer, region.space): region for region in identity.twins}
-        found = dict.fromkeys(TWINS, 0.0)
+        found = dict.fromkeys(HOST_COPIES, 0.0)
         for region in regions:
-            twin = copied.get((region.component, region.layer, TWINS.get(region.space, region.space)))
-            if twin is not None and region.space in TWINS:
+            twin = copied.get((region.component, region.layer, HOST_COPIES.get(region.space, region.space)))
+            if twin is not None and region.space in HOST_COPIES:
                 lanes = (region.lane_stop - region.lane_start) / (twin.lane_stop - twin.lane_start)
                 found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
         slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
@@ -187,7 +187,7 @@ class PageCopies:
         for move in request.moves:
             space = move.device.space
             device, twins = (tables_from_wire((table,))[table.space].ids for table in (move.device, move.twins))
-            if len(device) != len(twins) or move.twins.space is not twin_space(space):
+            if len(device) != len(twins) or move.twins.space is not copy_space(space):
                 raise InvalidInputError(
                     f"{len(device)} pages of '{space}' cannot be copied to {len(twins)} of '{move.twins.space}'"
                 )

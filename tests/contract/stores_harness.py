@@ -109,7 +109,7 @@ class Client(Looped):
         self.run(asyncio.sleep(seconds))
 
     def until_ready(self) -> None:
-        self.until("the store process is ready", lambda: self.client.process.capabilities)
+        self.until("the store process is ready", lambda: self.client.capabilities)
 
 
 @dataclass

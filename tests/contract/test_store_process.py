@@ -49,7 +49,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPage
     with client_of_files(pages) as (client, directory):
         directory.mkdir(mode=0o755)
         try:
-            client.until("the reason is known", lambda: "chmod 0700" in client.client.process.why_not)
+            client.until("the reason is known", lambda: "chmod 0700" in client.client.why_not)
             answer = client.answer(client.begin("get", new_keys(1), ids(HALF)))
             assert answer.outcomes == (Outcome.UNREACHABLE,)
             assert "chmod 0700" in answer.detail or "being started" in answer.detail
@@ -63,7 +63,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPage
 def test_after_close_everything_is_settled(pages: StoredPages):
     with client_of_files(pages, StoreLimits(start_s=READY_S)) as (client, _):
         client.until_ready()
-        pid = client.client.process.pid
+        pid = client.client.pid
         stop(pid)
         operation = client.begin("get", new_keys(1), ids(HALF))
         client.close(0.4)
@@ -82,7 +82,7 @@ from tests.helpers.stored_pages import StoredPages
 folder = Path(sys.argv[1])
 client = Client(FileStoreSettings(directory=folder / "store", max_bytes=1 << 20), StoredPages(folder))
 client.until_ready()
-print("pid", client.client.process.pid, flush=True)
+print("pid", client.client.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -139,7 +139,7 @@ def test_an_owner_of_mooncakes_memory_that_hangs_keeps_no_page(
     pages.fill()
     client.until_ready()
     stored_again(client, pages)
-    keys, pid = new_keys(1), client.client.process.pid
+    keys, pid = new_keys(1), client.client.pid
     assert outcomes(client, "put", keys, ids(0)) == ("stored",)
     servers.halt_owner()
     try:

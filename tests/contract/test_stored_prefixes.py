@@ -19,7 +19,7 @@ import pytest
 
 from kvbridge.config.tier import HostTier, StoreLimits, TierConfig
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.geometry.tiers import twin_components
+from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.prefixes import Evicted
 from kvbridge.node.store_writes import ORDER_PAGES
@@ -31,17 +31,17 @@ from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.stores import breaker
+from kvbridge.tier.stores import client as store_client
 from kvbridge.tier.stores.base import Outcome, Verb
-from kvbridge.tier.stores.breaker import BreakerState
+from kvbridge.tier.stores.client import BreakerState
 from kvbridge.tier.stores.objects import ObjectForm, linked
 from tests.contract.stores_harness import KINDS, READY_S, Looped, settings_of
 from tests.helpers.cluster import eventually
 from tests.helpers.stopping import stop
 from tests.helpers.stored_pages import new_keys
 
-FULL, SWA, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
-TOTAL = {FULL: 48, SWA: 4, FULL_TWIN: 96, SWA_TWIN: 8}
+FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
+TOTAL = {FULL: 48, SWA: 4, FULL_COPY: 96, SWA_COPY: 8}
 
 
 class Node(Looped):
@@ -51,19 +51,19 @@ class Node(Looped):
         super().__init__()
         self.geometry = preset("tiny-v4")
         part = RankPart.of(self.geometry, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
-        components = twin_components(self.geometry, frozenset(), checkpoints=True)
-        counts = {space: TOTAL[space] for space in (FULL_TWIN, SWA_TWIN)}
+        components = copied_components(self.geometry, frozenset(), checkpoints=True)
+        counts = {space: TOTAL[space] for space in (FULL_COPY, SWA_COPY)}
         self.pool = MemoryPool.in_files(
             twin_placement(self.geometry, [part], components, page_counts=counts),
             folder,
             f"twins-{os.urandom(4).hex()}",
         )
         self.book = PageBook(TOTAL)
-        index = PrefixIndex((FULL,), TOTAL[FULL] + TOTAL[FULL_TWIN], has_twins=True)
+        index = PrefixIndex((FULL,), TOTAL[FULL] + TOTAL[FULL_COPY], has_copies=True)
         self.cache = PrefixCache(self.book, index, restores=True)
         self.forms = {
             space: ObjectForm(region for region in self.pool.regions() if region.space is space)
-            for space in (FULL_TWIN, SWA_TWIN)
+            for space in (FULL_COPY, SWA_COPY)
         }
         self.rooms, self.copies = count(1), count(1)
         self.random = np.random.default_rng()
@@ -71,13 +71,13 @@ class Node(Looped):
             enabled=True,
             model_name="tiny",
             model_revision="1",
-            host=HostTier(pages=TOTAL[FULL_TWIN]),
+            host=HostTier(pages=TOTAL[FULL_COPY]),
             store=store,
             prefetch_s=prefetch_s,
             store_limits=StoreLimits(**{"start_s": READY_S, "settle_s": 1.0, "remember_s": 0.0} | limits),
         )
-        assert self.cache.twins is not None
-        self.stored = StoredPrefixes(self.cache, self.cache.twins, self.book, settings, self.geometry)
+        assert self.cache.copies is not None
+        self.stored = StoredPrefixes(self.cache, self.cache.copies, self.book, settings, self.geometry)
         self.run(self._open())
 
     async def _open(self) -> None:
@@ -85,7 +85,7 @@ class Node(Looped):
 
     @property
     def process(self):
-        return self.stored.client.process
+        return self.stored.client
 
     def until_ready(self) -> None:
         self.until("the store process is ready", lambda: self.process.capabilities)
@@ -117,20 +117,20 @@ class Node(Looped):
         owner = Owner(next(self.rooms), 1)
         got = self.cache.admit(owner, keys, lambda shared: {FULL: len(keys) - shared[FULL], SWA: int(checkpoint)})
         start = got.prefix_pages
-        assert not got.twins
+        assert not got.copies
         self.cache.keep(owner, keys, start, {FULL: got.own[FULL]})
         if checkpoint:
             self.cache.keep_checkpoint(owner, len(keys), got.own[SWA])
         self.cache.let_go(owner)
         self.book.free(owner)
-        backup = self.cache.twins.start_backup(Owner(NO_ROOM, next(self.copies)), keys, at_most=len(keys))
+        backup = self.cache.copies.start_backup(Owner(NO_ROOM, next(self.copies)), keys, at_most=len(keys))
         for device, twins in backup.moves.values():
             for page in twins.tolist():
-                space = SWA_TWIN if device is backup.moves.get(SWA, (None,))[0] else FULL_TWIN
+                space = SWA_COPY if device is backup.moves.get(SWA, (None,))[0] else FULL_COPY
                 self.write(space, page, self.random.bytes(self.forms[space].payload_bytes))
 
         async def end() -> None:
-            self.cache.twins.end_backup(backup, done=True)
+            self.cache.copies.end_backup(backup, done=True)
 
         self.run(end())
         return self.held(keys)
@@ -144,10 +144,10 @@ class Node(Looped):
 
     def held(self, keys: Keys) -> list[bytes]:
         """What the host has of a prompt: its pages, then the checkpoints."""
-        looking = self.cache.looks.begin_on_host(keys)
-        found = [self.read(FULL_TWIN, page) for page in looking.pages[FULL_TWIN].tolist()]
-        found += [self.read(SWA_TWIN, page) for ids in looking.checkpoints.values() for page in ids.tolist()]
-        self.cache.looks.end(looking)
+        looking = self.cache.copies.pin(keys)
+        found = [self.read(FULL_COPY, page) for page in looking.pages[FULL_COPY].tolist()]
+        found += [self.read(SWA_COPY, page) for ids in looking.checkpoints.values() for page in ids.tolist()]
+        self.cache.copies.unpin(looking)
         return found
 
     def until_written(self) -> None:
@@ -160,13 +160,13 @@ class Node(Looped):
 
     @property
     def idle(self) -> bool:
-        return not self.cache.looks.readers
+        return not self.cache.copies._pinned
 
     def forget(self) -> None:
         """Drop everything here, and overwrite it."""
         self.cache.drop()
         self.cache.check_integrity()
-        for space in (FULL_TWIN, SWA_TWIN):
+        for space in (FULL_COPY, SWA_COPY):
             assert self.book.available_pages()[space] == TOTAL[space]
             for page in range(TOTAL[space]):
                 self.write(space, page, bytes(self.forms[space].payload_bytes))
@@ -184,7 +184,7 @@ class Node(Looped):
     def all_free(self) -> None:
         self.until("no page is kept from others", lambda: not self.book.quarantine_reasons())
         counts = self.book.counts()
-        for space in (FULL_TWIN, SWA_TWIN):
+        for space in (FULL_COPY, SWA_COPY):
             assert counts[space][PageState.LEASED] == counts[space][PageState.HELD] == 0
 
 
@@ -445,7 +445,7 @@ def test_a_lie_in_the_middle_ends_the_prefix_before_it(files: Node):
 
 
 def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 2.0)  # twenty requests, on a machine that is busy
+    monkeypatch.setattr(store_client, "FIRST_OPEN_S", 2.0)  # twenty requests, on a machine that is busy
     with node_of("files", prefetch_s=0.3, failures=2, settle_s=READY_S) as node:
         keys = new_keys(5)
         node.left_in_store(keys)
@@ -479,7 +479,7 @@ def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(mon
         assert node.held(keys) == []
         assert node.stored.prefetches["late"] == 1
         counts = node.book.counts()
-        assert counts[FULL_TWIN][PageState.QUARANTINED] + counts[SWA_TWIN][PageState.QUARANTINED] == 6
+        assert counts[FULL_COPY][PageState.QUARANTINED] + counts[SWA_COPY][PageState.QUARANTINED] == 6
         assert any("tier.prefetch_s" in why for why in node.book.quarantine_reasons())
         node.all_free()
         assert not Path(f"/proc/{pid}").exists(), "only its end proves that it writes no more"
@@ -549,7 +549,7 @@ def test_a_process_that_is_killed_in_the_middle_loses_nothing_but_time(files: No
 def test_a_full_store_takes_what_it_can_and_the_host_keeps_the_rest(files: Node):
     settings = files.stored._settings.store
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
-        half_a_page = files.forms[FULL_TWIN].object_bytes // 2
+        half_a_page = files.forms[FULL_COPY].object_bytes // 2
         small = settings.model_copy(update={"directory": Path(path) / "store", "max_bytes": half_a_page})
         node = Node(small, Path(path))
         try:

@@ -26,7 +26,7 @@ ENGINE_CALL_S = 60.0
 """Longest call of an engine, which may be stopped, as may its daemon."""
 MODEL = "tiny-v4"
 PAGES = {"full": 28, "swa": 18, "request": 10}
-HOST_PAGES, TWINS, CHECKPOINTS = 44, 40, 16
+HOST_PAGES, HOST_COPIES, CHECKPOINTS = 44, 40, 16
 STORE_BYTES = "30MB"
 KEEP_S = 600
 
@@ -39,7 +39,7 @@ def load_cluster(transport: str) -> Iterator[Cluster]:
     order = ["mooncake", "local"] if transport == "mooncake" else [transport]
 
     def more(**host: Any) -> dict[str, Any]:
-        tier = TIER["tier"] | {"host": {"pages": TWINS} | host}
+        tier = TIER["tier"] | {"host": {"pages": HOST_COPIES} | host}
         tier["store"] = {"kind": "files", "directory": str(folder / "store"), "max_bytes": STORE_BYTES}
         return {
             "transports": {"order": order, "mooncake": {"host": "127.0.0.1"}},

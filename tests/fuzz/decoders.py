@@ -44,7 +44,7 @@ from kvbridge.core.wire.codec import (
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import problem_response
 from kvbridge.node.prefill.early_offers import check_offer
-from kvbridge.tier.stores import messages as store_wire
+from kvbridge.tier.stores import base as store_wire
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
 from kvbridge.tier.stores.objects import ObjectForm, encode_trailer, read_trailer
 from kvbridge.transport.backend import read_endpoint
@@ -91,7 +91,7 @@ def _table(space: IndexSpace, *ids: int, first_page: int = 0) -> wire.WireTable:
 
 TABLES = (_table(IndexSpace.FULL, 1, 2, 3), _table(IndexSpace.SWA, 1, 2), _table(IndexSpace.REQUEST, 0))
 TABLES_BEHIND_A_PAGE = (_table(IndexSpace.FULL, 2, 3, first_page=1), *TABLES[1:])
-MOVE = worker_wire.PageMove(device=_table(IndexSpace.FULL, 1, 2), twins=_table(IndexSpace.FULL_TWIN, 4, 5))
+MOVE = worker_wire.PageMove(device=_table(IndexSpace.FULL, 1, 2), twins=_table(IndexSpace.FULL_COPY, 4, 5))
 ROOM = {"room": 2**52 + 5, "generation": 2}
 ENDPOINTS = (wire.TransportEndpoint(transport="local", data=b"{}"), wire.TransportEndpoint(transport="nixl", data=b"x"))
 DESCRIPTION = wire.RankDescription(manifest=manifest(GEOMETRY), endpoints=ENDPOINTS)

@@ -22,7 +22,7 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
@@ -199,8 +199,8 @@ def test_what_an_engine_backs_up_into_twins_its_gpu_loads_back_elsewhere(device:
         for backend in CopyBackend:
             means = CopyMeans(backend, device)
             with (
-                TwinCopier(TINY, views.regions, twins, direction=Direction.BACKUP, means=means) as backup,
-                TwinCopier(TINY, views.regions, twins, direction=Direction.LOAD_BACK, means=means) as load,
+                HostCopier(TINY, views.regions, twins, direction=Direction.BACKUP, means=means) as backup,
+                HostCopier(TINY, views.regions, twins, direction=Direction.LOAD_BACK, means=means) as load,
             ):
                 backup.copy(down, stream=stream.cuda_stream)
                 ticket = load.copy(up, stream=stream.cuda_stream)

@@ -17,7 +17,7 @@ from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.gpu_memory import HostRegistration
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 from tests.helpers.kernel_memory import DEVICE, Bytes
 from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
 from tests.helpers.twin_pools import COMBINATIONS, TwinPools
@@ -66,7 +66,7 @@ def test_the_copy_engines_cross_no_border_of_registered_memory(
             held[:] = pools.memory[-1][0]
             expected = pools.expected(MOVES, direction)
             means = CopyMeans(CopyBackend.DIRECT, device)
-            with TwinCopier(TINY, regions, twins.regions(), direction=direction, means=means) as copier:
+            with HostCopier(TINY, regions, twins.regions(), direction=direction, means=means) as copier:
                 copier.copy(MOVES, stream=stream)
             assert np.array_equal(memory.read(), expected[0][0])
             assert np.array_equal(held, expected[-1][0])
@@ -80,4 +80,4 @@ def test_pages_that_a_gpu_cannot_copy_are_refused(device: int):
             for region in gpu.regions[1]
         ]
         with pytest.raises(UnsupportedError, match="must be multiples of 16"):
-            TwinCopier(TINY, gpu.regions[0], shifted, direction=Direction.BACKUP, means=CopyMeans(device=device))
+            HostCopier(TINY, gpu.regions[0], shifted, direction=Direction.BACKUP, means=CopyMeans(device=device))

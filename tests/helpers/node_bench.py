@@ -53,7 +53,7 @@ from tests.helpers.rooms import (
     pick,
 )
 
-FULL, SWA, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 GQA, V4 = GEOMETRY, preset("tiny-v4")
 IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint=fingerprint(GEOMETRY), tokens_per_page=PAGE)
 HISTORY = list(range(1_000, 1_000 + 20 * PAGE))
@@ -77,7 +77,7 @@ class NodeBench:
         self.book = PageBook({}, adopted=spaces) if self.adopted else PageBook(spaces)
         self.prefixes: PrefixCache | None = None
         if self.shares_prefixes and not self.adopted:  # as the daemon makes it: for pages that the node gives out
-            index = PrefixIndex((FULL,), self.pages + twins, has_twins=bool(twins))
+            index = PrefixIndex((FULL,), self.pages + twins, has_copies=bool(twins))
             self.prefixes = PrefixCache(self.book, index, clock=self.clock, restores=True)
 
     def admit(self, room: int = 1, tokens: int = TOKENS, **fields) -> RoomReport:
@@ -159,7 +159,7 @@ class PrefillBench(NodeBench):
         spaces = {FULL: self.pages}
         if self.geometry is V4:
             spaces |= {SWA: self.windows, IndexSpace.REQUEST: 8}
-        self._make(spaces | ({FULL_TWIN: self.twins, SWA_TWIN: 8} if self.twins else {}), self.twins)
+        self._make(spaces | ({FULL_COPY: self.twins, SWA_COPY: 8} if self.twins else {}), self.twins)
         self.workers = FakeWorkers(*self.ranks, geometry=self.geometry)
         self.service = PrefillRooms(
             RoomParts(
@@ -284,7 +284,7 @@ class DecodeBench(NodeBench):
     prefill: tuple = (ADDRESS,)
 
     def __post_init__(self) -> None:
-        self._make({FULL: self.pages} | ({FULL_TWIN: self.twins} if self.twins else {}), self.twins)
+        self._make({FULL: self.pages} | ({FULL_COPY: self.twins} if self.twins else {}), self.twins)
         self.service = DecodeRooms(
             RoomParts(
                 book=self.book,

@@ -13,7 +13,7 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, PageMoves
 from kvbridge.kernels.cuda import runtime
-from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 from tests.helpers.kernel_memory import DEVICE, HOST, Bytes
 from tests.helpers.twin_pools import TwinPools, pages
 
@@ -38,9 +38,9 @@ class Gpu:
             for which, side in zip((rank, -1), self.sides, strict=True)
         ]
 
-    def copier(self, direction: Direction, backend: CopyBackend = CopyBackend.KERNEL, blocks: int = 4) -> TwinCopier:
+    def copier(self, direction: Direction, backend: CopyBackend = CopyBackend.KERNEL, blocks: int = 4) -> HostCopier:
         means = CopyMeans(backend, self.device, blocks)
-        return TwinCopier(self.pools.geometry, *self.regions, direction=direction, means=means)
+        return HostCopier(self.pools.geometry, *self.regions, direction=direction, means=means)
 
     def compare(self, expected: list[list[np.ndarray]]) -> None:
         for side, which in zip(self.sides, (self.rank, -1), strict=True):

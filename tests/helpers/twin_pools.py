@@ -14,14 +14,14 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.components import Component, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import window_pages
-from kvbridge.core.geometry.tiers import twin_components, twin_space
+from kvbridge.core.geometry.tiers import copied_components, copy_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, twin_placement
-from kvbridge.tier.copies import CopyMeans, Direction, Shares, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, HostCopier, Shares
 
 Bytes = npt.NDArray[np.uint8]
 PAGES = {IndexSpace.FULL: 12, IndexSpace.SWA: 6, IndexSpace.REQUEST: 2}
-TWIN_PAGES = {IndexSpace.FULL_TWIN: 10, IndexSpace.SWA_TWIN: 5}
+TWIN_PAGES = {IndexSpace.FULL_COPY: 10, IndexSpace.SWA_COPY: 5}
 
 
 COMBINATIONS = [
@@ -51,7 +51,7 @@ class TwinPools:
         seed: int = 0,
     ) -> None:
         self.geometry = geometry
-        self.components = twin_components(geometry, (), checkpoints=True)
+        self.components = copied_components(geometry, (), checkpoints=True)
         self.parts = [RankPart.of(geometry, Rank(pp=0, tp=tp), pp_size=1, tp_size=tp_size) for tp in range(tp_size)]
         self._random = np.random.default_rng(seed)
         self.placements: list[Placement] = []
@@ -89,9 +89,9 @@ class TwinPools:
 
     def copier(
         self, direction: Direction, means: CopyMeans | None = None, *, rank: int = 0, shares: Shares | None = None
-    ) -> TwinCopier:
+    ) -> HostCopier:
         """What copies a rank's pages."""
-        return TwinCopier(
+        return HostCopier(
             self.geometry, self.regions[rank], self.twins, direction=direction, means=means, shares=shares
         )
 
@@ -140,7 +140,7 @@ class TwinPools:
         twin = next(
             each
             for each in self.twins
-            if (each.component, each.layer, each.space) == (region.component, region.layer, twin_space(region.space))
+            if (each.component, each.layer, each.space) == (region.component, region.layer, copy_space(region.space))
         )
         kept = kept_bytes(self.geometry, component)
         sides = [content[rank], content[-1]]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvbridge.core.geometry.huggingface import geometry_from_config
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Encoding
+from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.geometry.pages import first_window_page
 from kvbridge.core.ids import IndexSpace, PageTable
 from tests.helpers.matrices import one_in

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvbridge.core.ids import Role
+from kvbridge.daemon.kept_journal import Contents, read_journal
 from kvbridge.daemon.memory import file_prefix
-from kvbridge.daemon.twin_journal import Contents, read_journal
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.conversation import MODEL, PAGE, Conversation, Turn

@@ -20,12 +20,12 @@ from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.facts import CopyEnded
 from tests.helpers.examples import fewer
+from tests.helpers.prefix_bench import keys
 from tests.helpers.rooms import R0, R1, RecordedEvents
 from tests.helpers.worker_sets import WorkerBench
 from tests.unit.tier.test_controller import Bench as CacheBench
-from tests.unit.tier.test_controller import keys
 
-TWIN = IndexSpace.FULL_TWIN
+HOST_COPY = IndexSpace.FULL_COPY
 COPY_S = 30.0
 RANKS = st.sampled_from([R0, R1])
 CONVERSATIONS = st.sampled_from("abc")
@@ -66,7 +66,7 @@ class Bench(WorkerBench):
     def begin(self, name: str = "a", pages: int = 4) -> CopyPages:
         """Keep pages of a conversation, and have them copied."""
         before = len(self.orders)
-        self.tier.room(name, pages)
+        self.tier.warm(name, pages)
         self.tick()
         first, second = self.orders[before:]
         assert first == second
@@ -76,7 +76,7 @@ class Bench(WorkerBench):
         self.backups.copied(PagesCopied.model_validate({"rank": rank, "order": order.order, **fields}))
 
     def twins(self) -> dict[PageState, int]:
-        return {state: count for state, count in self.tier.book.counts()[TWIN].items() if count}
+        return {state: count for state, count in self.tier.book.counts()[HOST_COPY].items() if count}
 
     @property
     def ended(self) -> list[CopyEnded]:
@@ -106,7 +106,7 @@ class BackupsMachine(RuleBasedStateMachine):
     @rule(name=CONVERSATIONS, pages=st.integers(1, 5))
     def room(self, name: str, pages: int) -> None:
         with suppress(CapacityError):  # most pages of the device may be in use by copies that do not end
-            self.bench.tier.room(name, pages)
+            self.bench.tier.warm(name, pages)
         self.look()
 
     @rule(seconds=st.sampled_from([0.05, 0.05, 2.0, COPY_S]))
@@ -155,13 +155,13 @@ class BackupsMachine(RuleBasedStateMachine):
     @invariant()
     def what_may_be_written_is_nobodys(self) -> None:
         """Neither free, where the next order would get it, nor cached, where a room would read it."""
-        held = set(self.bench.tier.book.cached_pages()[TWIN].tolist())
-        free = self.bench.tier.book.counts()[TWIN][PageState.FREE]
+        held = set(self.bench.tier.book.cached_pages()[HOST_COPY].tolist())
+        free = self.bench.tier.book.counts()[HOST_COPY][PageState.FREE]
         written: set[int] = set()
         for number, ranks in self.writing.items():
             if ranks:
                 [move] = self.order(number).moves
-                written |= set(tables_from_wire((move.twins,))[TWIN].ids.tolist())
+                written |= set(tables_from_wire((move.twins,))[HOST_COPY].ids.tolist())
         assert not written & held
         assert free + len(held) + len(written) <= 8
 
@@ -171,19 +171,19 @@ class BackupsMachine(RuleBasedStateMachine):
         copied: set[int] = set()
         for number in done:
             [move] = self.order(number).moves
-            copied |= set(tables_from_wire((move.twins,))[TWIN].ids.tolist())
-        assert set(self.bench.tier.book.cached_pages()[TWIN].tolist()) <= copied
+            copied |= set(tables_from_wire((move.twins,))[HOST_COPY].ids.tolist())
+        assert set(self.bench.tier.book.cached_pages()[HOST_COPY].tolist()) <= copied
 
     def teardown(self) -> None:
         """Every worker ends and comes again: whatever they did is over."""
         for rank in (R0, R1):
             self.worker_ends(rank)
-        assert self.bench.tier.twins_held() == 0
+        assert self.bench.tier.count(HOST_COPY, PageState.HELD, PageState.LEASED, PageState.QUARANTINED) == 0
         assert self.bench.tier.book.quarantine_reasons() == {}
         for rank in (R0, R1):
             self.worker_comes(rank)
         self.bench.tier.cache.drop()
-        self.bench.tier.room("z", 3)
+        self.bench.tier.warm("z", 3)
         for _ in range(20):
             self.bench.tick(61.0 if not self.bench.backups.pages_in_flight else 0.05)
             fresh, self.seen = self.bench.orders[self.seen :: 2], len(self.bench.orders)

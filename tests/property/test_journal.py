@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.twin_journal import (
+from kvbridge.daemon.kept_journal import (
     ENTRY_BYTES,
     FIRST,
     Held,
@@ -20,11 +20,11 @@ from kvbridge.daemon.twin_journal import (
     read_journal,
 )
 
-TWINS, HOMES = 6, 106
+HOST_COPIES, HOMES = 6, 106
 HEADER = KeptHeader(
     incarnation="i",
     form={"layout": "l", "ranks": "pp0.tp0"},
-    page_counts={IndexSpace.FULL_TWIN: TWINS, IndexSpace.SWA_TWIN: TWINS, IndexSpace.HOST: HOMES},
+    page_counts={IndexSpace.FULL_COPY: HOST_COPIES, IndexSpace.SWA_COPY: HOST_COPIES, IndexSpace.HOST: HOMES},
     files=(KeptFile(name="twins.0", length_bytes=4096, inode=7),),
 )
 
@@ -35,12 +35,12 @@ def key_of(text: str) -> bytes:
 
 def page_of(text: str, twin: int, digest: int) -> Held:
     parent = key_of(text[:-1]) if len(text) > 1 else FIRST
-    return Held(IndexSpace.FULL_TWIN, key_of(text), (twin,), parent, 100 + twin, (digest,))
+    return Held(IndexSpace.FULL_COPY, key_of(text), (twin,), parent, 100 + twin, (digest,))
 
 
 def page_number(space: IndexSpace, twin: int) -> int:
     """Pages of both kinds in one row."""
-    return twin + TWINS * (space is IndexSpace.SWA_TWIN)
+    return twin + HOST_COPIES * (space is IndexSpace.SWA_COPY)
 
 
 class Pool:
@@ -83,9 +83,9 @@ class Pool:
         is_used = text in self.checkpoints or used & set(twins) or len(set(twins)) != len(twins)
         if is_used or text not in self.held.values():
             return
-        numbers = [page_number(IndexSpace.SWA_TWIN, twin) for twin in twins]
+        numbers = [page_number(IndexSpace.SWA_COPY, twin) for twin in twins]
         digests = tuple(self.write(number, f"end of {text}") for number in numbers)
-        self.say(Held(IndexSpace.SWA_TWIN, key_of(text), twins, digests=digests))
+        self.say(Held(IndexSpace.SWA_COPY, key_of(text), twins, digests=digests))
         self.checkpoints[text] = twins
 
     def remove(self, twin: int) -> None:
@@ -93,8 +93,8 @@ class Pool:
         if text is None or any(other.startswith(text) and other != text for other in self.held.values()):
             return
         for end in self.checkpoints.pop(text, ()):
-            self.put((IndexSpace.SWA_TWIN, end), bytes(ENTRY_BYTES))
-        self.put((IndexSpace.FULL_TWIN, twin), bytes(ENTRY_BYTES))
+            self.put((IndexSpace.SWA_COPY, end), bytes(ENTRY_BYTES))
+        self.put((IndexSpace.FULL_COPY, twin), bytes(ENTRY_BYTES))
         del self.held[twin]
 
     def taken(self, journal: bytes) -> tuple[set[str], set[str]]:
@@ -104,14 +104,14 @@ class Pool:
         for keys, path in contents.prompts():
             for at, page in enumerate(path):
                 text = bytes(keys[at]).rstrip(b".").decode()
-                written, digest = self.memory.get(page.twins[0], ("", 0))
+                written, digest = self.memory.get(page.copies[0], ("", 0))
                 if (digest,) != page.digests:
                     break
-                assert (written, page.home) == (text, 100 + page.twins[0])
+                assert (written, page.home) == (text, 100 + page.copies[0])
                 pages.add(text)
         for checkpoint in contents.checkpoints.values():
             text = checkpoint.key.rstrip(b".").decode()
-            numbers = [page_number(IndexSpace.SWA_TWIN, twin) for twin in checkpoint.twins]
+            numbers = [page_number(IndexSpace.SWA_COPY, twin) for twin in checkpoint.copies]
             found = [self.memory.get(number, ("", 0)) for number in numbers]
             if text in pages and tuple(digest for _, digest in found) == checkpoint.digests:
                 assert {written for written, _ in found} == {f"end of {text}"}
@@ -119,7 +119,7 @@ class Pool:
         return pages, ends
 
 
-TEXT, TWIN = st.text("ab", min_size=1, max_size=3), st.integers(0, TWINS - 1)
+TEXT, TWIN = st.text("ab", min_size=1, max_size=3), st.integers(0, HOST_COPIES - 1)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("add"), TEXT, TWIN),

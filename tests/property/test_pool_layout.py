@@ -11,7 +11,7 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import check_disjoint
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.geometry.tiers import twin_components, twin_space
+from kvbridge.core.geometry.tiers import copied_components, copy_space
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.pool.memory.extent import registered_extents
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement, twin_placement
@@ -79,9 +79,9 @@ def test_host_placements(count, chunking, layout):
 def test_twin_placements(counts, chunking, layout, tps, *, checkpoints):
     for geometry in (TINY, preset("tiny-gqa")):
         parts = [RankPart.of(geometry, Rank(pp=0, tp=tp), pp_size=1, tp_size=2) for tp in tps]
-        components = twin_components(geometry, (), checkpoints=checkpoints)
-        spaces = {twin_space(component.space) for component in components}
-        every = dict(zip((IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN), counts, strict=True))
+        components = copied_components(geometry, (), checkpoints=checkpoints)
+        spaces = {copy_space(component.space) for component in components}
+        every = dict(zip((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), counts, strict=True))
         placement = twin_placement(geometry, parts, components, page_counts=every, layout=layout, chunking=chunking)
         assert placement.page_counts() == {space: every[space] for space in spaces}
         check(placement, chunking)

@@ -68,7 +68,7 @@ def moves(draw: st.DrawFn, geometry: ModelGeometry) -> PageMoves:
     """Some pages of each space and some twins, in any order; often in runs."""
     found: PageMoves = {}
     for space in {component.space for component in geometry.components} - {IndexSpace.REQUEST}:
-        twins = TWIN_PAGES[IndexSpace.FULL_TWIN if space is IndexSpace.FULL else IndexSpace.SWA_TWIN]
+        twins = TWIN_PAGES[IndexSpace.FULL_COPY if space is IndexSpace.FULL else IndexSpace.SWA_COPY]
         count = draw(st.integers(0, min(PAGES[space], twins)))
         if draw(st.booleans()):
             both = [draw(st.integers(0, most - count)) + np.arange(count) for most in (PAGES[space], twins)]

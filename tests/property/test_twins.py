@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvbridge.core.errors import CapacityError, ConflictError
-from kvbridge.core.ids import TWINS, IndexSpace
+from kvbridge.core.ids import HOST_COPIES, IndexSpace
 from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
@@ -28,10 +28,10 @@ from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
-FULL_TWIN, SWA_TWIN = IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+FULL_COPY, SWA_COPY = IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 HELD, LEASED, QUARANTINED = PageState.HELD, PageState.LEASED, PageState.QUARANTINED
 DEVICE, ON_HOST = "device", "host"
-PAGES = {FULL: 9, SWA: 5, FULL_TWIN: 9, SWA_TWIN: 2}
+PAGES = {FULL: 9, SWA: 5, FULL_COPY: 9, SWA_COPY: 2}
 HOME_PAGES = 12
 PROMPTS = st.sampled_from(["aaaa", "aaaaab", "aaab", "aa", "aaaabb", "b", "bab", "a"])
 
@@ -52,7 +52,7 @@ class Entry:
     prompt: str
     pages: dict[IndexSpace, int] = field(default_factory=dict)
     checkpoints: dict[IndexSpace, list[int]] = field(default_factory=dict)
-    """Of `SWA` and `SWA_TWIN`."""
+    """Of `SWA` and `SWA_COPY`."""
     dropped: bool = False
     lost: bool = False
     """Its page on the device is, whose memory is gone, until nobody reads that any more."""
@@ -121,10 +121,10 @@ class TwinMachine(RuleBasedStateMachine):
         self.total = PAGES | dict.fromkeys(self.homes, HOME_PAGES)
         self.restores = restores
         self.book = PageBook(self.total)
-        self.index = PrefixIndex(self.spaces, PAGES[FULL] + PAGES[FULL_TWIN], has_twins=True)
+        self.index = PrefixIndex(self.spaces, PAGES[FULL] + PAGES[FULL_COPY], has_copies=True)
         self.clock = ManualClock()
         self.cache = PrefixCache(self.book, self.index, clock=self.clock, restores=restores)
-        self.cache.twins.watch(self)
+        self.cache.copies.watch(self)
         self.book.watch(self)
         self.told: Counter[IndexSpace] = Counter()
         self.entries: list[Entry] = []
@@ -154,11 +154,11 @@ class TwinMachine(RuleBasedStateMachine):
 
     def added(self, keys, start, pages):
         for at in range(start, len(keys)):
-            self.journal[FULL_TWIN, int(pages[FULL_TWIN][at - start])] = keys[at]
+            self.journal[FULL_COPY, int(pages[FULL_COPY][at - start])] = keys[at]
 
     def checkpoint_added(self, key, pages):
         for page in pages.tolist():
-            self.journal[SWA_TWIN, page] = key
+            self.journal[SWA_COPY, page] = key
 
     def removed(self, pages):
         for space, ids in pages.items():
@@ -192,7 +192,7 @@ class TwinMachine(RuleBasedStateMachine):
 
     def pinned(self, readers, space):
         """Pages of a space that somebody reads."""
-        if space in {SWA, SWA_TWIN}:
+        if space in {SWA, SWA_COPY}:
             return {
                 p
                 for reads in readers
@@ -200,7 +200,7 @@ class TwinMachine(RuleBasedStateMachine):
                 if where is space
                 for p in one.checkpoints[space]
             }
-        stops = {FULL: lambda r: r.device, FULL_TWIN: lambda r: r.host, HOST: lambda r: len(r.path)}
+        stops = {FULL: lambda r: r.device, FULL_COPY: lambda r: r.host, HOST: lambda r: len(r.path)}
         return {entry.pages[space] for reads in readers for entry in reads.path[: stops[space](reads)]}
 
     def owned(self, space):
@@ -227,7 +227,7 @@ class TwinMachine(RuleBasedStateMachine):
         short = {space for space, count in demand.items() if count > free_before[space]}
         cached = self.book.cached_pages()
         for entry in list(self.entries):
-            for space, ends in ((FULL, SWA), (FULL_TWIN, SWA_TWIN)):
+            for space, ends in ((FULL, SWA), (FULL_COPY, SWA_COPY)):
                 if space in entry.pages and entry.pages[space] not in cached[space]:
                     assert short & {space, HOST}
                     assert not entry.dropped
@@ -248,7 +248,7 @@ class TwinMachine(RuleBasedStateMachine):
     def forget_unread(self):
         """Of what is dropped only what is read stays, where it is read."""
         for entry in [entry for entry in self.entries if entry.dropped or entry.lost]:
-            for space in (FULL, FULL_TWIN) if entry.dropped else (FULL,):
+            for space in (FULL, FULL_COPY) if entry.dropped else (FULL,):
                 if space in entry.pages and entry.pages[space] not in self.pinned(self.readers(), space):
                     del entry.pages[space]
                     entry.checkpoints.pop(IndexSpace(str(space).replace("full", "swa")), None)
@@ -277,7 +277,7 @@ class TwinMachine(RuleBasedStateMachine):
     def ends(self, entry):
         """Where a checkpoint of a page is from which a request can go on."""
         found = [SWA] if SWA in entry.checkpoints and not entry.lost else []
-        return found + ([SWA_TWIN] if SWA_TWIN in entry.checkpoints and self.restores else [])
+        return found + ([SWA_COPY] if SWA_COPY in entry.checkpoints and self.restores else [])
 
     def plan(self, prompt, from_checkpoint):
         """What a request would read, and how many pages it has to load windows into."""
@@ -291,7 +291,7 @@ class TwinMachine(RuleBasedStateMachine):
         if from_checkpoint and path:
             where = self.ends(path[-1])[0]
             reads.checkpoints = [(path[-1], where)]
-            if where is SWA_TWIN:
+            if where is SWA_COPY:
                 reads.host = len(path)
                 return reads, len(path[-1].checkpoints[where])
         return reads, 0
@@ -321,10 +321,10 @@ class TwinMachine(RuleBasedStateMachine):
         assert got.prefix[FULL].tolist() == [entry.pages[FULL] for entry in path[: reads.device]]
         for space in self.homes:
             assert got.prefix[space].tolist() == [entry.pages[space] for entry in path]
-        twins = got.twins.get(FULL_TWIN, array([])).tolist()
-        assert twins == [entry.pages[FULL_TWIN] for entry in path[reads.device :]]
+        twins = got.copies.get(FULL_COPY, array([])).tolist()
+        assert twins == [entry.pages[FULL_COPY] for entry in path[reads.device :]]
         ends = {where: one.checkpoints[where] for one, where in reads.checkpoints}
-        assert (got.checkpoint.tolist(), got.checkpoint_twin.tolist()) == (ends.get(SWA, []), ends.get(SWA_TWIN, []))
+        assert (got.checkpoint.tolist(), got.checkpoint_copy.tolist()) == (ends.get(SWA, []), ends.get(SWA_COPY, []))
         assert len(got.checkpoint_own) == to_load
         own = {FULL: dict(enumerate(got.own[FULL].tolist(), reads.device))}
         own |= {space: dict(enumerate(got.own[space].tolist(), len(path))) for space in self.homes}
@@ -353,11 +353,11 @@ class TwinMachine(RuleBasedStateMachine):
         room = self.rooms[owner]
         room.restored, reads, path = True, room.reads, room.reads.path[: room.found]
         for at in range(room.start, room.found):
-            self.holds[FULL, room.own[FULL][at]] = self.holds[FULL_TWIN, path[at].pages[FULL_TWIN]]
-        loads = [one for one, where in reads.checkpoints if where is SWA_TWIN]
+            self.holds[FULL, room.own[FULL][at]] = self.holds[FULL_COPY, path[at].pages[FULL_COPY]]
+        loads = [one for one, where in reads.checkpoints if where is SWA_COPY]
         for one in loads:
-            for at, page in enumerate(one.checkpoints[SWA_TWIN]):
-                self.holds[SWA, room.own[SWA][at]] = self.holds[SWA_TWIN, page]
+            for at, page in enumerate(one.checkpoints[SWA_COPY]):
+                self.holds[SWA, room.own[SWA][at]] = self.holds[SWA_COPY, page]
         if room.start < room.found:
             whole = [entry for entry in path if not entry.dropped]
             whole = [] if whole and whole[0].lost else whole
@@ -372,7 +372,7 @@ class TwinMachine(RuleBasedStateMachine):
                     reads.host = 0
             self.forget_unread()
         for one in loads:
-            ids = [room.own[SWA][at] for at in range(len(one.checkpoints[SWA_TWIN]))]
+            ids = [room.own[SWA][at] for at in range(len(one.checkpoints[SWA_COPY]))]
             kept = self.cache.keep_checkpoint(owner, room.found, array(ids))
             assert kept is (not one.dropped and not one.lost and FULL in one.pages and SWA not in one.checkpoints)
             if kept:
@@ -464,11 +464,11 @@ class TwinMachine(RuleBasedStateMachine):
         fewer = Reads(path, device, pages if device < pages else 0)
         to_load = 0
         if reads.checkpoints and pages:
-            where = SWA if SWA in path[-1].checkpoints and not path[-1].lost else SWA_TWIN
-            if where not in path[-1].checkpoints or (where is SWA_TWIN and FULL_TWIN not in path[-1].pages):
+            where = SWA if SWA in path[-1].checkpoints and not path[-1].lost else SWA_COPY
+            if where not in path[-1].checkpoints or (where is SWA_COPY and FULL_COPY not in path[-1].pages):
                 return
             fewer.checkpoints = [(path[-1], where)]
-            if where is SWA_TWIN:
+            if where is SWA_COPY:
                 fewer.host, to_load = pages, len(path[-1].checkpoints[where])
         demand = {FULL: room.start - device, SWA: max(0, to_load - room.to_load)}
         demand |= dict.fromkeys(self.homes, room.found - pages)
@@ -484,7 +484,7 @@ class TwinMachine(RuleBasedStateMachine):
             return
         assert fits
         assert (got.prefix_pages, got.device_pages, len(got.checkpoint_own)) == (pages, device, to_load)
-        assert got.twins.get(FULL_TWIN, array([])).tolist() == [one.pages[FULL_TWIN] for one in path[device:]]
+        assert got.copies.get(FULL_COPY, array([])).tolist() == [one.pages[FULL_COPY] for one in path[device:]]
         room.own[FULL] |= dict(enumerate(got.own[FULL].tolist(), device))
         for space in self.homes:
             room.own[space] |= dict(enumerate(got.own[space].tolist(), pages))
@@ -522,10 +522,10 @@ class TwinMachine(RuleBasedStateMachine):
         path = self.match(prompt)
         path = path[: self.depth(path, FULL)]
         path = path[: next((at for at, entry in enumerate(path) if entry in copied), len(path))]
-        start = self.depth(path, FULL_TWIN)
+        start = self.depth(path, FULL_COPY)
         path = path[: start + at_most]
         under_way = {one for copy in self.copies.values() if copy.reads for one, _ in copy.reads.checkpoints}
-        wanted, left = [], PAGES[SWA_TWIN]
+        wanted, left = [], PAGES[SWA_COPY]
         for one in reversed([one for one in path if one.checkpoints.keys() == {SWA}]):
             left -= len(one.checkpoints[SWA])
             if left < 0:
@@ -535,12 +535,12 @@ class TwinMachine(RuleBasedStateMachine):
             path = path[: max((path.index(one) for one in wanted), default=-1) + 1]
             start = len(path)
         reads = Reads(path, len(path), start, [(one, SWA) for one in wanted])
-        demand = {FULL_TWIN: len(path) - start, SWA_TWIN: sum(len(one.checkpoints[SWA]) for one in wanted)}
-        if start < len(path) and not self.fits({SWA_TWIN: demand[SWA_TWIN]}, reads):
-            wanted, reads.checkpoints, demand[SWA_TWIN] = [], [], 0
+        demand = {FULL_COPY: len(path) - start, SWA_COPY: sum(len(one.checkpoints[SWA]) for one in wanted)}
+        if start < len(path) and not self.fits({SWA_COPY: demand[SWA_COPY]}, reads):
+            wanted, reads.checkpoints, demand[SWA_COPY] = [], [], 0
         before, owner, fits = self.free(), self.owner(room=False), self.fits(demand, reads)
         try:
-            backup = self.cache.twins.start_backup(owner, keys_of(prompt), at_most=at_most)
+            backup = self.cache.copies.start_backup(owner, keys_of(prompt), at_most=at_most)
         except CapacityError:
             assert path
             assert not fits
@@ -554,7 +554,7 @@ class TwinMachine(RuleBasedStateMachine):
         assert sources.tolist() == [entry.pages[FULL] for entry in path[start:]]
         ends_from, ends_to = backup.moves.get(SWA, (array([]), array([])))
         assert ends_from.tolist() == [page for one in wanted for page in one.checkpoints[SWA]]
-        own = {FULL_TWIN: twins.tolist(), SWA_TWIN: ends_to.tolist()}
+        own = {FULL_COPY: twins.tolist(), SWA_COPY: ends_to.tolist()}
         self.copies[owner] = Copy(prompt, start, own, reads, backup)
         self.notice_evictions(before, demand)
         self.given(own)
@@ -574,20 +574,20 @@ class TwinMachine(RuleBasedStateMachine):
         reads, moves = copy.reads, copy.backup.moves
         for space in moves if outcome == "done" else ():
             for source, twin in zip(*map(np.ndarray.tolist, moves[space]), strict=True):
-                self.holds[TWINS[space], twin] = self.holds[space, source]
+                self.holds[HOST_COPIES[space], twin] = self.holds[space, source]
         if outcome == "late":
             self.book.quarantine(owner, f"worker of {owner}")
             self.late[owner] = copy
         whole = [entry for entry in reads.path if not entry.dropped]
-        here = self.depth(whole, FULL_TWIN)
-        found = self.cache.twins.end_backup(copy.backup, done=outcome == "done")
+        here = self.depth(whole, FULL_COPY)
+        found = self.cache.copies.end_backup(copy.backup, done=outcome == "done")
         assert found == (max(0, len(whole) - here) if outcome == "done" else 0)
         for at in range(here, len(whole)) if outcome == "done" else ():
-            whole[at].pages[FULL_TWIN] = copy.own[FULL_TWIN][at - copy.start]
+            whole[at].pages[FULL_COPY] = copy.own[FULL_COPY][at - copy.start]
         for one, _ in reads.checkpoints if outcome == "done" else ():
-            ids, copy.own[SWA_TWIN] = np.split(copy.own[SWA_TWIN], [len(one.checkpoints[SWA])])
-            if not one.dropped and SWA_TWIN not in one.checkpoints:
-                one.checkpoints[SWA_TWIN] = ids.tolist()
+            ids, copy.own[SWA_COPY] = np.split(copy.own[SWA_COPY], [len(one.checkpoints[SWA])])
+            if not one.dropped and SWA_COPY not in one.checkpoints:
+                one.checkpoints[SWA_COPY] = ids.tolist()
         self.forget_unread()
 
     @precondition(lambda self: self.late)
@@ -604,9 +604,9 @@ class TwinMachine(RuleBasedStateMachine):
     def fetch(self, prompt, start, end):
         """Pages come from elsewhere, behind what is on the host now or was to be."""
         start = min(start, len(prompt) - 1)
-        owner, demand = self.owner(room=False), dict.fromkeys((FULL_TWIN, *self.homes), len(prompt) - start)
+        owner, demand = self.owner(room=False), dict.fromkeys((FULL_COPY, *self.homes), len(prompt) - start)
         if not self.homes:
-            demand[SWA_TWIN] = 1
+            demand[SWA_COPY] = 1
         if not self.fits(demand):
             return
         before = self.free()
@@ -627,25 +627,25 @@ class TwinMachine(RuleBasedStateMachine):
 
     def arrive(self, owner, copy):
         own, start, prompt = copy.own, copy.start, copy.prompt
-        for space in (FULL_TWIN, *self.homes):
+        for space in (FULL_COPY, *self.homes):
             for at, page in enumerate(own[space], start):
                 self.holds[space, page] = prompt[: at + 1]
         known = self.match(prompt)
-        here = self.depth(known, FULL_TWIN)
-        ends = {len(prompt): array(own[SWA_TWIN])} if SWA_TWIN in own else {}
-        for page in own.get(SWA_TWIN, ()):
-            self.holds[SWA_TWIN, page] = "end of " + prompt
-        pages = {space: array(own[space]) for space in (FULL_TWIN, *self.homes)}
-        found = self.cache.twins.insert(owner, keys_of(prompt), start, pages, checkpoints=ends)
+        here = self.depth(known, FULL_COPY)
+        ends = {len(prompt): array(own[SWA_COPY])} if SWA_COPY in own else {}
+        for page in own.get(SWA_COPY, ()):
+            self.holds[SWA_COPY, page] = "end of " + prompt
+        pages = {space: array(own[space]) for space in (FULL_COPY, *self.homes)}
+        found = self.cache.copies.insert(owner, keys_of(prompt), start, pages, checkpoints=ends)
         assert found == (len(prompt) - here if here >= start else 0)
         for at in range(start, len(prompt)) if here >= start else ():
             entry = known[at] if at < len(known) else Entry(prompt[: at + 1])
             if at >= len(known):
                 self.entries.append(entry)
-            for space in (FULL_TWIN, *self.homes):
+            for space in (FULL_COPY, *self.homes):
                 entry.pages.setdefault(space, own[space][at - start])
             if at == len(prompt) - 1 and ends:
-                entry.checkpoints.setdefault(SWA_TWIN, own[SWA_TWIN])
+                entry.checkpoints.setdefault(SWA_COPY, own[SWA_COPY])
 
     # ------------------------------------------------------------------ pages go
 
@@ -667,7 +667,7 @@ class TwinMachine(RuleBasedStateMachine):
         """The device's memory is gone with the worker that had it."""
         self.cache.lose_device()
         for entry in self.entries:
-            if FULL in entry.pages and FULL_TWIN not in entry.pages:
+            if FULL in entry.pages and FULL_COPY not in entry.pages:
                 entry.dropped = True
             elif FULL in entry.pages and not entry.dropped:
                 entry.lost = True
@@ -703,7 +703,7 @@ class TwinMachine(RuleBasedStateMachine):
         for entry in self.entries:
             if not entry.dropped:
                 record = self.index.match(keys_of(entry.prompt))[len(entry.prompt) - 1 :]
-                where = {FULL: self.index.device.has(record), FULL_TWIN: self.index.host.has(record)}
+                where = {FULL: self.index.device.has(record), FULL_COPY: self.index.host.has(record)}
                 assert len(record) == 1
                 assert {space for space, there in where.items() if there.all()} == entry.pages.keys() - {HOST}
         assert self.book.available_pages() == {space: self.available(space) for space in self.total}
@@ -730,9 +730,9 @@ class TwinMachine(RuleBasedStateMachine):
         expected = {}
         for entry in (entry for entry in getattr(self, "entries", ()) if not entry.dropped):
             key = keys_of(entry.prompt)[-1]
-            if FULL_TWIN in entry.pages:
-                expected[FULL_TWIN, entry.pages[FULL_TWIN]] = key
-            expected |= {(SWA_TWIN, page): key for page in entry.checkpoints.get(SWA_TWIN, [])}
+            if FULL_COPY in entry.pages:
+                expected[FULL_COPY, entry.pages[FULL_COPY]] = key
+            expected |= {(SWA_COPY, page): key for page in entry.checkpoints.get(SWA_COPY, [])}
         assert getattr(self, "journal", {}) == expected
 
 

@@ -1,10 +1,10 @@
-"""What a model keeps for each request, as data.
+"""The components that a model keeps for each request, as data.
 
-One idea carries all of it. Every component numbers its *rows* along the request: row `r` of a growing component covers
-tokens `[r * tokens_per_row, (r + 1) * tokens_per_row)`; row `r` of a window or a ring is token position `r`. A request
-of L tokens has one live interval of rows, `live_rows(L)`, and every row has one place: logical page
-`r // rows_per_logical_page`, slot `r % slots_per_page`. Ring components are simply those with fewer slots than rows in
-a logical page. Planning, accounting and the engines' views all follow from these two lines.
+Every component numbers its *rows* along the request: row `r` of a growing component covers tokens
+`[r * tokens_per_row, (r + 1) * tokens_per_row)`; row `r` of a window or a ring is token position `r`. A request of L tokens has one
+live interval of rows, `live_rows(L)`, and every row has one place: logical page `r // rows_per_logical_page`, slot
+`r % slots_per_page`. A ring has fewer slots than rows in a logical page. Planning, accounting and the engines' views follow from
+these two lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ComponentKind(StrEnum):
 
 
 class Encoding(StrEnum):
-    """How a row stores its numbers. Part of the fingerprint: two encodings never meet."""
+    """The storage of a row's numbers. Part of the fingerprint: two encodings never meet."""
 
     FP8_V4 = "fp8_v4"
     """DeepSeek-V4 row: 448 e4m3 + 64 bf16 (rope) values; its 7 ue8m0 scales and one pad byte are stored apart."""
@@ -47,7 +47,7 @@ class Encoding(StrEnum):
 
 
 class Liveness(StrEnum):
-    """Which rows of a request of L tokens hold something that decode can ever read."""
+    """The rows of a request of L tokens that decode can ever read."""
 
     GROWING = "growing"
     """One row for each `tokens_per_row` complete tokens: rows [0, L // tokens_per_row)."""
@@ -68,7 +68,7 @@ class RowInterval(FrozenModel):
 
     @property
     def count(self) -> int:
-        """How many rows."""
+        """Number of rows."""
         return max(0, self.stop - self.start)
 
 
@@ -192,9 +192,9 @@ class Component(FrozenModel):
                 return RowInterval(start=0, stop=1 if tokens else 0)
 
     def sent_bytes(self, rows: RowInterval) -> int:
-        """Bytes that these rows of one layer are on their way, all lanes together: pages that they fill take their padding along.
+        """Return the bytes sent for these rows of one layer, all lanes together: a whole page takes its padding along.
 
-        Between ranks that hold different lanes each lane goes by itself and nothing of the padding does.
+        Between ranks that hold different lanes each lane goes by itself, without padding.
         """
         each = self.slots_per_page
         whole = 0 if self.is_ring else max(0, rows.stop // each - -(-rows.start // each))
@@ -203,8 +203,7 @@ class Component(FrozenModel):
     def published_rows(self, tokens: int, *, prompt_tokens: int, prefix_tokens: int = 0) -> RowInterval:
         """Return the rows that may be sent once the first `tokens` of `prompt_tokens` have been computed.
 
-        Growing rows are final as soon as they exist. Windows, tails and whole rows still change until the last token,
-        so they go out with it.
+        Growing rows are final as soon as they exist. Windows, tails and whole rows change until the last token, and go out with it.
         """
         if tokens < prompt_tokens and self.liveness is not Liveness.GROWING:
             return RowInterval(start=0, stop=0)
@@ -215,7 +214,7 @@ Fact = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class ModelGeometry(FrozenModel):
-    """All components of one model: what two instances must agree on, and the source of the fingerprint."""
+    """All components of one model: two instances must agree on them, and the fingerprint is made of them."""
 
     name: str = Field(min_length=1, max_length=200)
     layer_count: Positive
@@ -223,7 +222,7 @@ class ModelGeometry(FrozenModel):
     """Tokens that a logical page covers, in every space."""
     components: tuple[Component, ...] = Field(min_length=1)
     facts: dict[Fact, Fact] = Field(default_factory=dict, max_length=64)
-    """What else decides whether the bytes of a page mean the same to two engines: attention backend, dtype, weights. By name."""
+    """Other facts on which the meaning of a page's bytes depends, by name: attention backend, dtype, weights."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -1,7 +1,6 @@
-"""What a request costs on a decode node, in bytes and in pages, and how many fit.
+"""The cost of a request on a decode node, in bytes and in pages, and the number of requests that fit.
 
-These are the costs of the whole life of a request: everything is reserved at admission. With sparse decode that is also one slot
-of the hot buffer, whose bytes do not depend on the request.
+Everything is reserved at admission, so this is the cost of a request's whole life. Sparse decode adds one slot of the hot buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
 
 
 class DecodePlan(FrozenModel):
-    """What of a model one decode rank holds, and where."""
+    """The part of a model that one decode rank holds, and where."""
 
     geometry: ModelGeometry
     host: frozenset[ComponentKind] = NO_HOST
@@ -28,12 +27,12 @@ class DecodePlan(FrozenModel):
     tp_size: Positive = 1
 
     def layer_count(self, layers: Collection[int]) -> int:
-        """How many of a component's layers the rank holds."""
+        """Return the number of a component's layers that the rank holds."""
         return len(layers) if self.layers is None else len(self.layers.intersection(layers))
 
 
 class RequestCost(FrozenModel):
-    """What one request takes, from its admission to its end."""
+    """The memory of one request, from its admission to its end."""
 
     tokens: NonNegative
     """Prompt and all that may be generated."""
@@ -48,17 +47,17 @@ class RequestCost(FrozenModel):
 
     @property
     def device_bytes(self) -> int:
-        """All that it takes on the device: pages and hot buffer."""
+        """Bytes on the device: pages and hot buffer."""
         return sum(self.device.values()) + (self.sparse.total if self.sparse else 0)
 
     @property
     def host_bytes(self) -> int:
-        """All that it takes in the host pool."""
+        """Bytes in the host pool."""
         return sum(self.host.values())
 
 
 class Fit(FrozenModel):
-    """How many requests of one kind fit, and what there is too little of for one more."""
+    """The number of requests of one kind that fit, and the limit that keeps one more out."""
 
     requests: NonNegative
     limit: str

@@ -1,4 +1,4 @@
-"""How large the device memory of sparse decode is, as data."""
+"""The size of the device memory of sparse decode, as data."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ class SparseBytes(FrozenModel):
     ring: NonNegative
     """Pages of newly written rows."""
     residency: NonNegative
-    """Which slot holds which row, and the other way round."""
+    """The row of each slot, and the slot of each row."""
     ages: NonNegative
-    """When a slot was last used, and counters."""
+    """The time of each slot's last use, and counters."""
     page_tables: NonNegative
     """Host pages of each request."""
     steps: NonNegative
-    """What a step reads and answers."""
+    """Inputs and outputs of a step."""
 
     @property
     def total(self) -> int:

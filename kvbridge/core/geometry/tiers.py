@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry
 from kvbridge.core.geometry.pages import window_pages
-from kvbridge.core.ids import TWINS, IndexSpace
+from kvbridge.core.ids import HOST_COPIES, IndexSpace
 from kvbridge.core.plan.runs import byte_intervals, split_rows
 
 PIECE_ALIGNMENT_BYTES = 16
@@ -95,35 +95,37 @@ class Piece(NamedTuple):
     """Bytes of a device page that a host copy keeps, and their place in the copy's page."""
 
     offset_bytes: int
-    twin_offset_bytes: int
+    copy_offset_bytes: int
     length_bytes: int
 
 
-def twin_space(space: IndexSpace) -> IndexSpace:
+def copy_space(space: IndexSpace) -> IndexSpace:
     """Return the space of the host copies of pages in `space`. Raises InvalidInputError when such pages have none."""
-    if space not in TWINS:
-        raise InvalidInputError(f"pages of '{space}' have no copies on the host; those of {', '.join(TWINS)} have")
-    return TWINS[space]
+    if space not in HOST_COPIES:
+        raise InvalidInputError(
+            f"pages of '{space}' have no copies on the host; those of {', '.join(HOST_COPIES)} have"
+        )
+    return HOST_COPIES[space]
 
 
-def twin_components(
+def copied_components(
     geometry: ModelGeometry, on_host: Collection[ComponentKind], *, checkpoints: bool
 ) -> tuple[Component, ...]:
     """Return the components that have host copies: those with device pages in `full`, and with `checkpoints` in `swa` too.
 
     Components `on_host` live in the host pool and need none; nor do windows and states of which nothing is live at a page's end.
     """
-    spaces = set(TWINS) if checkpoints else {IndexSpace.FULL}
+    spaces = set(HOST_COPIES) if checkpoints else {IndexSpace.FULL}
     return tuple(
         component
         for component in geometry.components
         if component.space in spaces
         and component.kind not in on_host
-        and twin_page_bytes(geometry, component, component.lanes)
+        and copy_page_bytes(geometry, component, component.lanes)
     )
 
 
-def twin_page_bytes(geometry: ModelGeometry, component: Component, lanes: int) -> int:
+def copy_page_bytes(geometry: ModelGeometry, component: Component, lanes: int) -> int:
     """Return the bytes of a host copy's page of one layer with so many lanes of a component; 0 when nothing is worth keeping."""
     kept = _kept(geometry, component)
     if kept is None:
@@ -132,7 +134,7 @@ def twin_page_bytes(geometry: ModelGeometry, component: Component, lanes: int) -
     return -(-unpadded // component.page_alignment_bytes) * component.page_alignment_bytes
 
 
-def twin_pieces(
+def copy_pieces(
     geometry: ModelGeometry, component: Component, device_lanes: tuple[int, int], twin_lanes: tuple[int, int]
 ) -> tuple[Piece, ...]:
     """Return the pieces of a device page that its host copy keeps, where the two hold these lanes [start, stop).

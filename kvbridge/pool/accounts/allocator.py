@@ -1,13 +1,12 @@
-"""Which page ids of one index space are free, given out in as few and as long runs as the pool still has.
+"""The free page ids of one index space, given out in as few and as long runs as the pool still has.
 
-Every operation that moves bytes costs the same whether it is short or long, so consecutive pages are worth more than
-any other property of an allocation. `take` first looks for the shortest free run that holds everything; where there
-is none, it uses up the longest runs until the shortest run that holds the rest finishes the job. No other choice
-gives fewer runs. Pages that need not lie together come from the shortest runs, and leave the long ones to others.
+Every operation that moves bytes costs the same whether it is short or long, so consecutive pages are worth more than any other
+property of an allocation. `take` first looks for the shortest free run that holds everything; where there is none, it uses up the
+longest runs until the shortest run that holds the rest finishes the job. No other choice gives fewer runs. Pages that need not lie
+together come from the shortest runs, and leave the long ones to others.
 
-Free runs are filed by their length. `n` pages have fewer than `sqrt(2 n)` distinct lengths (447 for 100,000 pages),
-so the sorted list of lengths stays short however fragmented the pool is, and a run is found, cut or joined in a few
-microseconds.
+Free runs are filed by their length. `n` pages have fewer than `sqrt(2 n)` distinct lengths (447 for 100,000 pages), so the sorted
+list of lengths stays short however fragmented the pool is, and a run is found, cut or joined in a few microseconds.
 """
 
 from __future__ import annotations

@@ -15,38 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
-from kvbridge.pool.accounts.pages import TRANSITIONS, AdoptedSpace, OwnedSpace, Owner, PageState
+from kvbridge.pool.accounts.pages import (
+    TRANSITIONS,
+    AdoptedSpace,
+    Counts,
+    OwnedSpace,
+    Owner,
+    PageCache,
+    PageState,
+    PageWatcher,
+)
 
-Counts = Mapping[IndexSpace, int]
 SpaceT = TypeVar("SpaceT", OwnedSpace, AdoptedSpace)
 _F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
-
-
-class PageCache(Protocol):
-    """Knows what cached pages hold and who reads them. The book calls it in the middle of a reservation; it calls nothing back."""
-
-    def evictable(self) -> Counts:
-        """Return the number of cached pages of each space that `evict` can give up at once, all of them together."""
-
-    def evict(self, lacking: Counts) -> Mapping[IndexSpace, PageIdArray]:
-        """Forget at least `lacking` pages of each space, which are evictable, and return what was forgotten."""
-
-
-class PageWatcher(Protocol):
-    """Hears what becomes of pages in the middle of the call that does it; it calls nothing back."""
-
-    def freed(self, pages: Counts) -> None:
-        """These numbers of pages of each space have become available: free, or cached and without a reader."""
-
-    def gone(self, owner: Owner) -> None:
-        """The owner has no pages any more; `freed` has told how many they were."""
 
 
 @dataclass(slots=True)
@@ -59,6 +47,10 @@ class _Holding:
     """Pages of adopted spaces that the owner only reads."""
     reasons: set[str] = field(default_factory=set)
     """Reasons of its quarantine; empty otherwise."""
+
+    def has(self, space: IndexSpace, page: int) -> bool:
+        """Return whether the owner has a page or reads it."""
+        return page in self.pages.get(space, ()) or page in self.shared.get(space, ())
 
 
 class PageBook:
@@ -83,7 +75,7 @@ class PageBook:
         self._cache: PageCache | None = None
 
     def use_cache(self, cache: PageCache) -> None:
-        """Let `cache` say from now on which cached pages can be evicted."""
+        """Ask `cache` from now on which cached pages can be evicted."""
         self._cache = cache
 
     def watch(self, watcher: PageWatcher) -> None:
@@ -104,17 +96,16 @@ class PageBook:
             raise ConflictError(f"{owner} has pages already ({self.state(owner)})")
         if state not in TRANSITIONS[_F]:
             raise InvalidInputError(f"{owner}: pages cannot begin as {state}")
-        pages = self._take(owner, demand, scattered=scattered)
+        pages = self._take(owner, demand, {}, scattered or {})
         self._holdings[owner] = _Holding(state)
         return self._enter(owner, pages)
 
     def grow(self, owner: Owner, demand: Counts) -> Pages:
         """Give an owner further pages in the state of those that it has, all or nothing; return the new ones only.
 
-        They continue the owner's last run where the pages behind it are free. Errors as for `reserve`; NotFoundError
-        for an owner that has nothing.
+        They continue the owner's last run where that is free. Errors as for `reserve`; NotFoundError for an unknown owner.
         """
-        return self._enter(owner, self._take(owner, demand, self._growable(owner).pages))
+        return self._enter(owner, self._take(owner, demand, self._growable(owner).pages, {}))
 
     def adopt(
         self,
@@ -128,8 +119,7 @@ class PageBook:
 
         A new owner holds them; an owner that has pages gets them in the state of those. The owner only reads `shared`, which the
         engine's own prefix cache has: other owners may write or read them as well, and nobody new may write them until the last
-        reader is gone. `written_by_peers`: leases here are for writing, so nothing of a page is final before its lease has ended
-        by proof.
+        reader is gone. `written_by_peers`: a page is not final before its lease has ended by proof.
 
         Raises PageOutOfBoundsError, InvalidInputError for an id named twice, and ConflictError for one of `pages` that another
         owner has, or one of `shared` that a peer may still write.
@@ -143,7 +133,7 @@ class PageBook:
         for space, ids in written.items():
             taken = self._space(space, AdoptedSpace).in_use(ids)
             if len(taken):
-                others = " and ".join(str(one) for one, had in self._holdings.items() if _names(had, space, taken[0]))
+                others = " and ".join(str(one) for one, had in self._holdings.items() if had.has(space, taken[0]))
                 raise ConflictError(
                     f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
                     "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
@@ -207,13 +197,13 @@ class PageBook:
             for watcher in self._watchers:
                 watcher.freed(pages)
 
-    # ------------------------------------------------------------------------------------- changing their state
+    # ------------------------------------------------------------------------------------- changing states
 
     def move(self, owner: Owner, from_state: PageState, to_state: PageState) -> None:
         """Change the state of all of an owner's pages between held and leased.
 
-        Leased to held says that there is proof that no transfer touches them any more. Raises ConflictError, and
-        changes nothing, when the pages are not in `from_state` or the transition is not in `TRANSITIONS`.
+        Leased to held: there is proof that no transfer touches them any more. Raises ConflictError, and changes nothing, when the
+        pages are not in `from_state`, or for another transition.
         """
         holding = self._of(owner)
         if holding.state is not from_state:
@@ -234,10 +224,10 @@ class PageBook:
         """
         holding = self._of(owner)
         if holding.state is not _H:
+            reasons = f" ({', '.join(sorted(holding.reasons))})" if holding.reasons else ""
             raise ConflictError(
-                f"{owner}: {holding.state} pages cannot be freed, a transfer may still touch them"
-                + (f" ({', '.join(sorted(holding.reasons))})" if holding.reasons else "")
-                + "; end the lease or the quarantine first"
+                f"{owner}: {holding.state} pages cannot be freed, a transfer may still touch them{reasons}; end the lease or the "
+                "quarantine first"
             )
         return self._forget(owner)
 
@@ -286,10 +276,8 @@ class PageBook:
 
     def counts(self) -> dict[IndexSpace, dict[PageState, int]]:
         """Return the pages of each space in each state. They add up to all of them."""
-        return {
-            space: {_F: account.free, **self._in_state[space], _C: account.cached}
-            for space, account in self._spaces.items()
-        }
+        states = self._in_state
+        return {at: {_F: one.free, **states[at], _C: one.cached} for at, one in self._spaces.items()}
 
     def available_pages(self) -> dict[IndexSpace, int]:
         """Return the pages of each space that a reservation can have: free ones, and cached ones without a reader."""
@@ -330,8 +318,7 @@ class PageBook:
     def check_integrity(self) -> None:
         """Recount everything from the owners' pages. Raises IntegrityError: lost pages, two owners, wrong counts.
 
-        free + held + leased + quarantined + cached is every page of a space once. Only the page cache can say whether the cached
-        pages are those that it knows.
+        free + held + leased + quarantined + cached is every page of a space once.
         """
         for owner, holding in self._holdings.items():
             if (holding.state is _Q) != bool(holding.reasons):
@@ -347,11 +334,10 @@ class PageBook:
                 raise IntegrityError(f"space '{space}': {self.counts()[space]} are not its {account.page_count} pages")
 
     def __repr__(self) -> str:
-        lines = ", ".join(
-            f"{space} " + " ".join(f"{count} {state}" for state, count in counts.items())
-            for space, counts in self.counts().items()
+        lines = (
+            f"{space} {' '.join(f'{n} {state}' for state, n in of.items())}" for space, of in self.counts().items()
         )
-        return f"<page book: {len(self._holdings)} owners; {lines}>"
+        return f"<page book: {len(self._holdings)} owners; {', '.join(lines)}>"
 
     # ------------------------------------------------------------------------------------- inside
 
@@ -397,20 +383,20 @@ class PageBook:
             self._in_state[space][to_state] += len(ids)
         holding.state = to_state
 
-    def _take(
-        self, owner: Owner, demand: Counts, having: Pages | None = None, scattered: Counts | None = None
-    ) -> Pages:
+    def _take(self, owner: Owner, demand: Counts, having: Pages, scattered: Counts) -> Pages:
         """Take from every space or, when one lacks pages, from none."""
         accounts = {space: self._space(space, OwnedSpace) for space in demand}
         for space, count in demand.items():
             if count < 0:
                 raise InvalidInputError(f"{owner}: cannot ask for {count} pages of '{space}'")
-        had = {space: len((having or {}).get(space, ())) for space in demand}
-        self.require_possible({space: had[space] + count for space, count in demand.items()}, of=owner)
+        all_of_it = {space: len(having.get(space, ())) + count for space, count in demand.items()}
+        self.require_possible(all_of_it, of=owner)
         self._make_free(owner, demand)
-        last = {space: int(ids[-1]) for space, ids in (having or {}).items() if len(ids)}
-        apart = {space: (scattered or {}).get(space, 0) for space in demand}
-        return {one: accounts[one].take(n, after=last.get(one), scattered=apart[one]) for one, n in demand.items()}
+        last = {space: int(ids[-1]) for space, ids in having.items() if len(ids)}
+        return {
+            space: accounts[space].take(count, after=last.get(space), scattered=scattered.get(space, 0))
+            for space, count in demand.items()
+        }
 
     def _evictable(self) -> Counts:
         return self._cache.evictable() if self._cache is not None else {}
@@ -456,11 +442,6 @@ class PageBook:
             watcher.freed(freed)
             watcher.gone(owner)
         return sum(freed.values())
-
-
-def _names(holding: _Holding, space: IndexSpace, page: int) -> bool:
-    """Return whether an owner has a page or reads it."""
-    return page in holding.pages.get(space, ()) or page in holding.shared.get(space, ())
 
 
 def _read_only(ids: PageIdArray) -> PageIdArray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from kvbridge.core.errors import IntegrityError, InvalidInputError, PageOutOfBou
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.pool.accounts.allocator import RunAllocator
 
+Counts = Mapping[IndexSpace, int]
 NO_ROOM = -1
 _NO_PAGES: PageIdArray = np.empty(0, dtype=np.int32)
 
@@ -55,6 +56,26 @@ class Owner(NamedTuple):
 
     def __str__(self) -> str:
         return f"copy {self.generation}" if self.room == NO_ROOM else f"room {self.room} generation {self.generation}"
+
+
+class PageCache(Protocol):
+    """Knows what cached pages hold and who reads them. The book calls it in the middle of a reservation; it calls nothing back."""
+
+    def evictable(self) -> Counts:
+        """Return the number of cached pages of each space that `evict` can give up at once, all of them together."""
+
+    def evict(self, lacking: Counts) -> Mapping[IndexSpace, PageIdArray]:
+        """Forget at least `lacking` pages of each space, which are evictable, and return what was forgotten."""
+
+
+class PageWatcher(Protocol):
+    """Hears what becomes of pages in the middle of the call that does it; it calls nothing back."""
+
+    def freed(self, pages: Counts) -> None:
+        """These numbers of pages of each space have become available: free, or cached and without a reader."""
+
+    def gone(self, owner: Owner) -> None:
+        """The owner has no pages any more; `freed` has told how many they were."""
 
 
 class OwnedSpace(RunAllocator):

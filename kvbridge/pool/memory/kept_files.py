@@ -1,7 +1,7 @@
-"""The files in shared memory that a node's processes pass on, one after the other: who has them, and until when they wait.
+"""The files in shared memory that a node's processes pass on, one after the other.
 
-One process at a time has them: the one that holds the lock of their lock file, which the kernel takes from the dead. It writes into
-that file, again and again, until when the others are to be kept if it ends now; whoever sweeps up reads that (`leftovers.py`).
+One process at a time has them: it holds the lock of their lock file, which the kernel takes from the dead. It writes there,
+again and again, the time until which the others are kept if it ends now; a sweep reads that time (`leftovers.py`).
 
 Any user of the host can make files in shared memory, and these names follow from those of instance and node. So a name counts only
 where it is a regular file of this user.
@@ -83,7 +83,7 @@ class KeptFiles(Closing):
             os.close(descriptor)
 
     def new_path(self, incarnation: str) -> Path:
-        """The beginning of the names of this process's pools: nobody who has known the files before finds them by it."""
+        """Return the beginning of the names of this process's pools: nobody who knew earlier names finds these files."""
         return self.directory / f"{self._prefix}-{incarnation}"
 
     def pools(self) -> dict[str, list[Path]]:

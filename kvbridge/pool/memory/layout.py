@@ -27,7 +27,7 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region, lane_interval
-from kvbridge.core.geometry.tiers import twin_page_bytes, twin_space
+from kvbridge.core.geometry.tiers import copy_page_bytes, copy_space
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.core.wire.shared_memory import Origin, SharedRegion
 from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, align_up, pages_per_extent
@@ -259,7 +259,7 @@ def twin_placement(
     """
     found = []
     for component in components:
-        space = twin_space(component.space)
+        space = copy_space(component.space)
         page_count = page_counts.get(space, 0)
         if page_count < 1:
             raise InvalidInputError(f"twins of {component.kind} need at least one page of space '{space}'")
@@ -267,7 +267,7 @@ def twin_placement(
             held = [part.lanes(component) for part in parts if layer in part.layers]
             if held:
                 start, stop = min(start for start, _ in held), max(stop for _, stop in held)
-                page_bytes = twin_page_bytes(geometry, component, stop - start)
+                page_bytes = copy_page_bytes(geometry, component, stop - start)
                 found.append((_Pages(component.kind, space, page_count, page_bytes, (start, stop)), layer))
     if not found:
         raise InvalidInputError(f"this node holds no component of '{geometry.name}' that could have twins on the host")

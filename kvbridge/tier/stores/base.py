@@ -1,19 +1,31 @@
-"""The interface of stores: objects of bytes by name, and answers instead of exceptions."""
+"""The interface of stores, which keep objects of bytes by name and answer instead of raising; the messages to a store's process.
+
+A message is its length as an unsigned 32-bit little-endian integer and so many bytes of its codec's making. Messages go over the
+store process's standard input and output, which only node and process have: the end of either process is the end of them.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
-from kvbridge.core.ids import FrozenModel, Positive
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.wire.codec import MAX_FRAME_BYTES, FrameError, FrameFault, MessageCodec
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.tier.keys import KEY_BYTES
 
 BATCH_LIMIT = 256
 """Objects of one request at most."""
+LENGTH = struct.Struct("<I")
+_MOST_SPACES = 8
 
 
 class Verb(StrEnum):
@@ -68,13 +80,13 @@ class Answer:
     settled: bool = True
     """True if nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
     detail: str = ""
-    """Why, for the log, when the store was at fault."""
+    """The reason, for the log, when the store was at fault."""
     cleared: int = 0
     """Objects that a `clear` has removed."""
 
     @classmethod
     def of_all(cls, outcome: Outcome, count: int, *, settled: bool = True, detail: str = "") -> Answer:
-        """The same for every object."""
+        """Return the same for every object."""
         return cls((outcome,) * count, settled, detail)
 
     @property
@@ -111,7 +123,7 @@ class ObjectStore(Protocol):
     """Keeps objects. Calls come from several threads, and never raise for what the store, or an object in it, is or is not.
 
     Names in one request are distinct. Memory is this process's, valid as long as the process, and the caller's until an answer
-    that is settled. A call returns soon after `until_s` (`time.monotonic`) where it can; who cannot bear that it cannot, uses the
+    that is settled. A call returns soon after `until_s` (`time.monotonic`) where it can; a caller who needs more than that uses the
     store through a process of its own (`client`).
     """
 
@@ -123,19 +135,98 @@ class ObjectStore(Protocol):
         """Keep objects whole, or not at all: `stored`, or why not. One of the same name may stay as it is."""
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Fill the stretches: `hit`, which nobody has compared yet, or why not; what they hold is then undefined."""
+        """Fill the stretches: `hit`, which nobody has compared yet, or why not; their contents are then undefined."""
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:
-        """`present` or `absent`."""
+        """Answer `present` or `absent`."""
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:
-        """`dropped`, also what was never there."""
+        """Answer `dropped`, also for objects that were never there."""
 
     def clear(self, prefix: str, until_s: float) -> Answer:
         """Remove all objects whose names begin so: one outcome for all, `dropped` or why some may still be there."""
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Memory (address, length) that the stretches of all later requests lie in. Raises RegistrationError."""
+        """Take memory (address, length) that the stretches of all later requests lie in. Raises RegistrationError."""
 
     def close(self) -> None:
         """Let go of the store. Harmless when closed."""
+
+
+# ------------------------------------------------------------------------------------------- messages
+
+Reason = Annotated[str, Field(max_length=REASON_CHARS)]
+
+
+class StoreSetup(FrozenModel):
+    """Node to process, first message: what store, and what of the node's memory is kept in it."""
+
+    type: Literal["store_setup"] = "store_setup"
+    settings: Annotated[str, Field(max_length=10_000)]
+    """A section of `config.stores`, as JSON."""
+    forms: Annotated[tuple[tuple[SharedRegion, ...], ...], Field(min_length=1, max_length=256)]
+    """For each kind of object, all regions that its pages lie in."""
+    model: Annotated[str, Field(max_length=1_000)] = ""
+    """Tells objects of other models apart, beside their page keys."""
+    calls: Annotated[int, Field(ge=1, le=64)]
+    """Requests that are under way at once."""
+
+
+class StoreReady(FrozenModel):
+    """Process to node: the store answers, the memory is mapped and registered."""
+
+    type: Literal["store_ready"] = "store_ready"
+    capabilities: Capabilities
+
+
+class StoreFailed(FrozenModel):
+    """Process to node: I cannot serve, and end; the text gives cause and cure."""
+
+    type: Literal["store_failed"] = "store_failed"
+    message: Reason
+
+
+class StoreOrder(FrozenModel):
+    """Node to process: do this with these objects."""
+
+    type: Literal["store_order"] = "store_order"
+    number: Positive
+    verb: Verb
+    form: NonNegative
+    keys: Annotated[bytes, Field(max_length=BATCH_LIMIT * KEY_BYTES)]
+    """Page keys, 16 bytes each; none to clear a form."""
+    pages: Annotated[bytes, Field(max_length=BATCH_LIMIT * _MOST_SPACES * 4)] = b""
+    """To put and get: for each key a page id of each space of the form, int32, little-endian."""
+    until_s: float
+    """Do not begin after this, by the clock that all processes of the host share (CLOCK_MONOTONIC)."""
+
+
+class StoreReport(FrozenModel):
+    """Process to node: how an order has ended. Unless `settled`, its pages may be touched as long as this process lives."""
+
+    type: Literal["store_report"] = "store_report"
+    number: Positive
+    outcomes: Annotated[tuple[Outcome, ...], Field(max_length=BATCH_LIMIT)]
+    settled: bool
+    detail: Reason = ""
+    cleared: NonNegative = 0
+
+
+NodeToStore = Annotated[StoreSetup | StoreOrder, Field(discriminator="type")]
+StoreToNode = Annotated[StoreReady | StoreFailed | StoreReport, Field(discriminator="type")]
+
+NODE_TO_STORE: MessageCodec[NodeToStore] = MessageCodec(NodeToStore, "node-to-store")
+STORE_TO_NODE: MessageCodec[StoreToNode] = MessageCodec(StoreToNode, "store-to-node")
+
+
+def framed(body: bytes) -> bytes:
+    """Return a message with its length in front."""
+    return LENGTH.pack(len(body)) + body
+
+
+def length_of(head: bytes) -> int:
+    """Return how many bytes follow. Raises FrameError for more than a message may have."""
+    length = int(LENGTH.unpack(head)[0])
+    if length > MAX_FRAME_BYTES:
+        raise FrameError(FrameFault.OVERSIZED, f"message of {length} bytes, at most {MAX_FRAME_BYTES} are taken")
+    return length

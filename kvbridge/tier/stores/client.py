@@ -1,35 +1,127 @@
-"""A node's end of its store: orders with deadlines to a process of its own, and what is known of the pages that they are about.
+"""A node's end of its store: orders with deadlines to a process of its own, which the client keeps running and can kill.
 
 An order has an answer by its deadline, whatever the store does. Its pages are another matter: a store that does not answer may go
-on reading or writing them. So an operation has two ends, `answer` and `settled`. What is not settled soon after its deadline is
-settled by killing the process, and counts as that only when the process has ended. Nothing is lost with a process: the store keeps
-what it has, and what was under way is a miss.
+on reading or writing them. So an operation has two ends, `answer` and `settled`. When an operation is not settled soon after its
+deadline, the client kills the process, and the operation is settled when the process has ended. Nothing is lost with a process: the
+store keeps what it has, and orders under way are misses.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Generator, Sequence
+import os
+from asyncio.subprocess import PIPE
+from collections import Counter, OrderedDict
+from collections.abc import Generator, Iterable, Sequence
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import structlog
 
 from kvbridge.config.tier import StoreLimits, StoreSettings
+from kvbridge.core.wire.codec import FrameError
 from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.processes import ChildEnd, SupervisedChild
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import BAD, Answer, Outcome, Verb
-from kvbridge.tier.stores.breaker import Breaker, FailedKeys
-from kvbridge.tier.stores.messages import StoreOrder, StoreReport, StoreSetup
+from kvbridge.tier.stores.base import (
+    BAD,
+    LENGTH,
+    NODE_TO_STORE,
+    STORE_TO_NODE,
+    Answer,
+    Capabilities,
+    Outcome,
+    StoreFailed,
+    StoreOrder,
+    StoreReady,
+    StoreReport,
+    StoreSetup,
+    Verb,
+    framed,
+    length_of,
+)
 from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, names_of, object_name
-from kvbridge.tier.stores.supervisor import StoreProcess
 
 log = structlog.get_logger(__name__)
 
 CALLS = 4
 """Orders that a process works on at once."""
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
+FIRST_OPEN_S, LONGEST_OPEN_S = 1.0, 30.0
+"""For so long a breaker stays open."""
+
+
+class BreakerState(StrEnum):
+    """The states of a breaker."""
+
+    CLOSED = "closed"
+    """The store is asked."""
+    OPEN = "open"
+    """The store is not asked: it has failed too often."""
+    HALF_OPEN = "half_open"
+    """One request tries whether it works again; all others are answered as if the breaker were open."""
+
+
+class Breaker:
+    """Opens after `failures` in a row, lets one request through after a pause, and doubles the pause while that fails, too."""
+
+    def __init__(self, failures: int = 3) -> None:
+        self.state = BreakerState.CLOSED
+        self._limit = failures
+        self._failures = 0
+        self._pause_s = FIRST_OPEN_S
+        self._until_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Breaker {self.state}: {self._failures} failures in a row, pause {self._pause_s:g} s>"
+
+    def admits(self, now_s: float) -> bool:
+        """Return whether a request goes to the store now. `success` or `failure` follows each that does."""
+        if self.state is BreakerState.OPEN and now_s >= self._until_s:
+            self.state = BreakerState.HALF_OPEN
+            return True
+        return self.state is BreakerState.CLOSED
+
+    def success(self) -> None:
+        """Close: the store has answered, be it with a miss. While open, the answer is to an older request, and proves nothing."""
+        if self.state is not BreakerState.OPEN:
+            self.state, self._failures, self._pause_s = BreakerState.CLOSED, 0, FIRST_OPEN_S
+
+    def failure(self, now_s: float) -> None:
+        """Count a request that the store did not answer, or answered that it cannot. While open, this is nothing new."""
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN:
+            self._pause_s = min(LONGEST_OPEN_S, 2 * self._pause_s)
+        elif self.state is BreakerState.OPEN or self._failures < self._limit:
+            return
+        self.state, self._until_s = BreakerState.OPEN, now_s + self._pause_s
+
+
+class FailedKeys:
+    """Names whose objects were missing or bad a moment ago: the store is not asked for them before `keep_s` has passed."""
+
+    def __init__(self, keep_s: float = 5.0, most: int = 10_000) -> None:
+        """At most `most` are remembered; the oldest go first."""
+        self._keep_s, self._most = keep_s, most
+        self._until_s: OrderedDict[str, float] = OrderedDict()
+
+    def add(self, names: Iterable[str], now_s: float) -> None:
+        """Remember names whose objects have just been found missing or bad."""
+        for name in names:
+            self._until_s[name] = now_s + self._keep_s
+            self._until_s.move_to_end(name)
+        while len(self._until_s) > self._most:
+            self._until_s.popitem(last=False)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget names whose objects have been stored."""
+        for name in names:
+            self._until_s.pop(name, None)
+
+    def has(self, name: str, now_s: float) -> bool:
+        """Return whether it is still remembered."""
+        return now_s < self._until_s.get(name, now_s)
 
 
 class Operation:
@@ -37,13 +129,11 @@ class Operation:
 
     def __init__(self, verb: Verb, form: ObjectForm, names: list[str]) -> None:
         loop = asyncio.get_running_loop()
-        self.verb = verb
-        self.form = form
-        self.names = names
+        self.verb, self.form, self.names = verb, form, names
         self.asked: list[int] = []
-        """Which of its objects the store was asked for, by position."""
+        """The objects that the store was asked for, by position."""
         self.answer: asyncio.Future[Answer] = loop.create_future()
-        """There by the deadline. What it says of `settled` was so at that time."""
+        """There by the deadline. Its `settled` was so at that time."""
         self.settled: asyncio.Future[None] = loop.create_future()
         """Done when nothing touches the pages of the order any more. Several may wait for it: shield it."""
         self.judged = False
@@ -70,17 +160,21 @@ class StoreClient:
     ) -> None:
         """`forms`: of each kind of object the regions of host memory that its pages lie in; orders name them by position.
 
-        `model`: see ObjectForm. Raises InvalidInputError for regions that cannot be objects.
+        `model`: see ObjectForm. Raises InvalidInputError for regions that cannot be objects, or that no message holds.
         """
         self._limits = limits or StoreLimits()
         self._forms = [ObjectForm((shared.region for shared in form), model) for form in forms]
-        self.process = StoreProcess(
-            StoreSetup(settings=settings.model_dump_json(), forms=tuple(map(tuple, forms)), model=model, calls=CALLS),
-            start_s=self._limits.start_s,
-            on_report=self._on_report,
-            on_gone=self._on_gone,
-            log_level=log_level,
+        setup = StoreSetup(
+            settings=settings.model_dump_json(), forms=tuple(map(tuple, forms)), model=model, calls=CALLS
         )
+        self._setup = framed(NODE_TO_STORE.encode_body(setup))
+        self._log_level = log_level
+        self._child = SupervisedChild("the store process", self._live, self._ended)
+        self._closing = False
+        self.capabilities: Capabilities | None = None
+        """Those of the store, while the process takes orders."""
+        self.why_not = "the store process has not been started"
+        """The reason why it takes none, else."""
         self._under_way: dict[int, Operation] = {}
         """All that is not settled, by number."""
         self._answered = 0
@@ -93,21 +187,39 @@ class StoreClient:
         self.moved_bytes: Counter[Verb] = Counter()
         """Bytes of pages that were put or got, whole."""
 
+    @property
+    def pid(self) -> int:
+        """Process id of the one that runs, else 0."""
+        return self._child.pid
+
+    @property
+    def unsettled(self) -> list[Operation]:
+        """Operations whose pages may still be touched, answered or not."""
+        return list(self._under_way.values())
+
     def start(self) -> None:
-        """Start the process. Until it is ready (it has `capabilities`), the store is `unreachable`."""
-        self.process.start()
+        """Keep a process running from now on. Until it is ready (it has `capabilities`), the store is `unreachable`."""
+        self._child.start()
+
+    async def failed(self) -> None:
+        """Raise when the process, once started, is not looked after any more, by a defect."""
+        await self._child.failed()
 
     async def close(self, timeout_s: float) -> None:
         """Let what is under way end, then the process, each within half of the time. Afterwards everything is settled."""
         waits = [operation.settled for operation in self._under_way.values()]
         if waits:
             await asyncio.wait(waits, timeout=timeout_s / 2)
-        await self.process.close(timeout_s / 2)
+        self._closing = True
+        self._take_no_more("the node ends")
+        process = self._child.process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+        why = f"it did not end within {timeout_s / 2:g} s"
+        if await self._child.stop(timeout_s / 2, why):
+            log.warning("store_process_killed", why=why)
 
-    @property
-    def unsettled(self) -> list[Operation]:
-        """Operations whose pages may still be touched, answered or not."""
-        return list(self._under_way.values())
+    # ------------------------------------------------------------------ orders
 
     def put(self, form: int, keys: Keys, pages: PageIds, *, timeout_s: float) -> Operation:
         """Begin to store whole pages that nobody writes: each `stored`, `full`, `timed_out` or `unreachable`.
@@ -133,8 +245,6 @@ class StoreClient:
         """Begin to remove all objects of a form, whoever has put them there: one outcome for all, `dropped` or why not."""
         return self._begin(Verb.CLEAR, form, Keys(), NO_PAGES, timeout_s)
 
-    # ------------------------------------------------------------------ inside
-
     def _begin(self, verb: Verb, form: int, keys: Keys, pages: PageIds, timeout_s: float) -> Operation:
         known = self._forms[form] if verb is Verb.CLEAR else check_request(self._forms, form, keys)
         if verb in {Verb.PUT, Verb.GET}:
@@ -148,11 +258,9 @@ class StoreClient:
             index for index, name in enumerate(operation.names) if not (remembers and self._failed.has(name, now_s))
         ]
         without = Answer.of_all(Outcome.ABSENT, len(names), detail="it was missing a moment ago")
-        is_ready = self.process.capabilities is not None
+        is_ready = self.capabilities is not None
         if operation.asked and not (is_ready and self.breaker.admits(now_s)):
-            why = (
-                "the store has failed too often, and is asked again after a pause" if is_ready else self.process.why_not
-            )
+            why = "the store has failed too often, and is asked again after a pause" if is_ready else self.why_not
             without, operation.asked = Answer.of_all(Outcome.UNREACHABLE, len(names), detail=why), []
         if not operation.asked:
             self._end(operation, without)
@@ -162,7 +270,7 @@ class StoreClient:
         operation.answered_before = self._answered
         self._under_way[self._number] = operation
         operation.timer = loop.call_later(timeout_s, self._late, self._number, timeout_s)
-        self.process.send(
+        self._send(
             StoreOrder(
                 number=self._number,
                 verb=verb,
@@ -174,10 +282,16 @@ class StoreClient:
         )
         return operation
 
+    def _send(self, order: StoreOrder) -> None:
+        process = self._child.process
+        assert process is not None
+        assert process.stdin is not None
+        process.stdin.write(framed(NODE_TO_STORE.encode_body(order)))
+
     def _on_report(self, report: StoreReport) -> None:
         operation = self._under_way.get(report.number)
         if operation is None or len(report.outcomes) != len(operation.asked):
-            self.process.kill(f"it answered order {report.number}, which it was not given so")
+            self._kill(f"it answered order {report.number}, which it was not given so")
             return
         if not operation.judged:
             outcomes = [Outcome.ABSENT] * len(operation.names)
@@ -188,33 +302,24 @@ class StoreClient:
             del self._under_way[report.number]
             self._settle(operation)
         else:
-            self.process.kill(f"a {operation.verb} has ended in the store, but not for its pages: {report.detail}")
+            self._kill(f"a {operation.verb} has ended in the store, but not for its pages: {report.detail}")
 
     def _late(self, number: int, timeout_s: float) -> None:
         operation = self._under_way[number]
         detail = f"the store did not answer within {timeout_s:g} s"
         self._judge(operation, Answer.of_all(Outcome.TIMED_OUT, len(operation.names), settled=False, detail=detail))
         why = f"it did not end a {operation.verb} within {self._limits.settle_s:g} s of its deadline"
-        operation.timer = asyncio.get_running_loop().call_later(self._limits.settle_s, self.process.kill, why)
-
-    def _on_gone(self, reason: str) -> None:
-        """The process has ended: so have all reading and writing of pages."""
-        operations, self._under_way = list(self._under_way.values()), {}
-        detail = f"the store process ended meanwhile: {reason}"
-        for operation in operations:
-            if not operation.judged:
-                self._judge(operation, Answer.of_all(Outcome.UNREACHABLE, len(operation.names), detail=detail))
-            self._settle(operation)
+        operation.timer = asyncio.get_running_loop().call_later(self._limits.settle_s, self._kill, why)
 
     def _judge(self, operation: Operation, answer: Answer) -> None:
-        """Give the answer of an order that the store was asked, and take note of what it says about the store."""
+        """Give the answer of an order that the store was asked, and note what it says about the store."""
         operation.judged = True
         before, now_s = self.breaker.state, asyncio.get_running_loop().time()
         is_busy = Outcome.UNREACHABLE not in answer.outcomes and self._answered > operation.answered_before
         if not answer.failed:
             self._answered += 1
             self.breaker.success()
-        elif not is_busy:  # what comes late behind others of ours says nothing against a store that answers those
+        elif not is_busy:  # an answer that is late behind others of ours says nothing against a store that gives those
             self.breaker.failure(now_s)
         if self.breaker.state is not before:
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
@@ -238,3 +343,65 @@ class StoreClient:
             operation.timer.cancel()
         if not operation.settled.done():
             operation.settled.set_result(None)
+
+    # ------------------------------------------------------------------ the process
+
+    async def _live(self) -> None:
+        self._take_no_more("the store process is being started")
+        arguments = ("--log-level", self._log_level, "--parent", str(os.getpid()))
+        process = await self._child.launch("kvbridge.tier.stores.process", *arguments, stdin=PIPE, stdout=PIPE)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(self._setup)
+        start_s = self._limits.start_s
+        late = asyncio.get_running_loop().call_later(start_s, self._kill, f"it was not ready after {start_s:g} s")
+        try:
+            await self._read(process.stdout, late)
+            self._take_no_more("its output has ended")
+            if not self._closing:
+                self._child.kill()
+            await process.wait()
+        finally:
+            late.cancel()
+
+    async def _read(self, reader: asyncio.StreamReader, late: asyncio.TimerHandle) -> None:
+        """Take what the process says until its output ends, which ends the process. `late` ends a process that is not ready."""
+        try:
+            while True:
+                length = length_of(await reader.readexactly(LENGTH.size))
+                match STORE_TO_NODE.decode_body(await reader.readexactly(length)):
+                    case StoreReady() as ready:
+                        late.cancel()
+                        if not self._child.why and not self._closing:
+                            self.capabilities, self.why_not = ready.capabilities, ""
+                            log.info("store_process_ready", pid=self.pid, store=ready.capabilities.kind)
+                    case StoreFailed() as failed:
+                        self._child.why = f"it cannot serve: {failed.message}"
+                    case StoreReport() as report:
+                        self._on_report(report)
+        except (asyncio.IncompleteReadError, OSError):
+            return  # it ends, or has been told to
+        except FrameError as error:
+            self._kill(f"it said what no store process says: {error}")
+
+    def _ended(self, end: ChildEnd) -> None:
+        """Settle everything: the process has ended, and with it all reading and writing of pages."""
+        reason = end.why or end.how
+        self._take_no_more(f"the store process has ended: {reason}")
+        operations, self._under_way = list(self._under_way.values()), {}
+        detail = f"the store process ended meanwhile: {reason}"
+        for operation in operations:
+            if not operation.judged:
+                self._judge(operation, Answer.of_all(Outcome.UNREACHABLE, len(operation.names), detail=detail))
+            self._settle(operation)
+        if not self._closing:
+            log.error("store_process_gone", reason=reason)
+
+    def _take_no_more(self, why: str) -> None:
+        self.capabilities, self.why_not = None, why
+
+    def _kill(self, why: str) -> None:
+        """End the process, however it hangs. Harmless when it has ended."""
+        self._take_no_more(why)
+        if self._child.kill(why):
+            log.warning("store_process_killed", pid=self.pid, why=why)

@@ -3,12 +3,12 @@
     DIRECTORY/3f/NAME    an object, in one of 256 directories by the last digits of its name
 
 An object is written to a file without a name (O_TMPFILE), which goes with its process however that ends, and gets its name when it
-is whole and there is room for it. What is just being written comes on top of the bound, an object for each thread. Several daemons
-of one host may use a directory: each counts what lies there when it starts and what it changes, so each has a bound of its own.
+is whole and there is room for it. Objects that are being written come on top of the bound, one for each thread. Several daemons of
+one host may use a directory: each counts the objects there when it starts and its own changes, so each has a bound of its own.
 
-Who was used longest ago goes first, by the time of modification, which a use renews: the oldest eighth of at least a thousand
-objects, which are a fair sample since names are hashes. To read takes no lock: a file that is gone is a miss, one that goes
-meanwhile stays readable. Nothing is flushed to the disk: what a power failure leaves is compared like everything else.
+The longest unused objects go first, by the time of modification, which a use renews: the oldest eighth of at least a thousand
+objects, which are a fair sample since names are hashes. Reading takes no lock: a file that is gone is a miss, and a file that goes
+meanwhile stays readable. Nothing is flushed to the disk: objects that a power failure has left are compared like all others.
 """
 
 from __future__ import annotations

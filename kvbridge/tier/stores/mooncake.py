@@ -28,7 +28,7 @@ from kvbridge.tier.stores.base import BROKEN, Answer, Capabilities, Outcome, Sto
 
 ADAPTERS = Path("/sys/class/infiniband")
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
-"""The Python forms of C++ exceptions."""
+"""C++ exceptions in Python."""
 TRANSFER_WAIT_S = 50.0
 """Less than the 60 s after which the library gives up on a transfer that is still under way."""
 

@@ -1,8 +1,8 @@
-"""The form of an object in a store: one page, all components and layers; where its parts lie, and what proves that it is that.
+"""The form of an object in a store: one page, all components and layers; where its parts lie, and the trailer that proves it.
 
 An object is its parts, each the page of one layer of one component, without anything between them, in the order of components'
-names and layers, and then a trailer, so that the parts lie in files as they lie in memory, page by page of the operating system's:
-with 64 bytes before them, copies took a fifth longer. The trailer, all numbers little-endian:
+names and layers, and then a trailer. So the parts lie in files as they lie in memory, page by page of the operating system's: with
+64 bytes before them, copies took a fifth longer. The trailer, all numbers little-endian:
 
 | bytes | what |
 |---|---|
@@ -13,9 +13,9 @@ with 64 bytes before them, copies took a fifth longer. The trailer, all numbers 
 | 4 | their CRC-32C, as of one stretch |
 | 12 | BLAKE2b of these 52 bytes |
 
-So two objects have the same name only if their bytes must be the same, whoever has computed them; and whatever a store returns
-under a name is known for what it is, or for not being that. Digests find accidents, not malice: who may write into a store can
-give a wrong page a right trailer.
+Two objects have the same name only if their bytes must be the same, whichever node has computed them, and a reader knows whether an
+object is the one of its name. Digests find accidents, not malice: whoever may write into a store can give a wrong page a right
+trailer.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 
 
 class ObjectForm:
-    """The parts of objects of one kind, and where the parts of a page are. Pools of other layouts have the same form."""
+    """The parts of objects of one kind, and the places of a page's parts. Pools of other layouts have the same form."""
 
     def __init__(self, regions: Iterable[Region], model: str = "") -> None:
-        """`regions`: of a page. `model`: what else tells whose bytes they are: name, revision and fingerprint.
+        """`regions`: of a page. `model`: name, revision and fingerprint, which also tell objects apart.
 
         Raises InvalidInputError when they cannot be one object, UnsupportedError for device memory.
         """
@@ -124,29 +124,28 @@ def names_of(form: ObjectForm) -> str:
 
 
 def object_name(form: ObjectForm, key: bytes) -> str:
-    """Under which name a store keeps the object of a page key. Raises InvalidInputError for what is no page key."""
+    """Return the name under which a store keeps the object of a page key. Raises InvalidInputError for what is no page key."""
     if len(key) != KEY_BYTES:
         raise InvalidInputError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
     return f"{form.name.hex()}-{key.hex()}"
 
 
 def linked(keys: Keys) -> Keys:
-    """Under which keys the pages of a prompt are kept: each with the page before it.
+    """Return the keys under which the pages of a prompt are kept: each with the page before it.
 
-    The keys of a request can be anything until an engine has stated those of its tokens. So such that are no chain find nothing,
-    and what is found is a chain.
+    The keys of a request can be anything until an engine has stated those of its tokens. Keys that are no chain find nothing.
     """
     found = keys.to_list()
     return of_links(zip([b"", *found], found, strict=False))
 
 
 def of_links(links: Iterable[Link]) -> Keys:
-    """The same, of single pages."""
+    """Return the same for single pages."""
     return Keys(b"".join(_hash(before + key, KEY_BYTES) for before, key in links))
 
 
 def part_keys(key: bytes, parts: int) -> Keys:
-    """Under which keys the pages of a checkpoint are kept, by the key of the page at whose end it is; mostly it is one."""
+    """Return the keys under which the pages of a checkpoint, mostly one, are kept, by the key of the page at whose end it is."""
     return Keys(b"".join([key, *(_hash(key + part.to_bytes(4, "little"), KEY_BYTES) for part in range(1, parts))]))
 
 

@@ -1,9 +1,8 @@
 """Pages of a pool into a store and back, compared before anybody uses them.
 
-What a store answers is believed only where it says no. A `hit` of `PageStore` means that every byte of the page has been compared
-with a digest that was made where the page was computed, whatever came between. To read a page out of memory takes about as long as
-to compute its digest. So other threads compare what a batch has brought while the next one is read, and make the digests of what is
-written next.
+A store is believed only where it says no. A `hit` of `PageStore` means that every byte of the page has been compared with a digest
+that was made where the page was computed. To read a page out of memory takes about as long as to compute its digest. So other
+threads compare the pages of a batch while the next batch is read, and make the digests of the batch that is written next.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class PageStore:
 
         def read(request: _Request, objects: list[StoredObject], first: int) -> Answer:
             answer = self._store.read(objects, until_s)
-            # What is not settled may change under our eyes, and so may the trailers.
+            # Pages that are not settled may change under our eyes, and so may the trailers.
             hits = [
                 at for at, outcome in enumerate(answer.outcomes, first) if outcome is Outcome.HIT and answer.settled
             ]
@@ -175,11 +174,11 @@ class _Request:
         self._under_way: list[Future[None]] = []
 
     def begin(self, task: Callable[[int], None], indexes: Iterable[int]) -> None:
-        """Have something done with objects by other threads."""
+        """Let other threads do something with objects."""
         self._under_way += [self._digests.submit(task, index) for index in indexes]
 
     def finish(self) -> None:
-        """Return when all of it is done. Raises what one of them has raised: nobody must take its page for compared."""
+        """Wait for the end of all of it. Raises what a thread has raised: nobody must take its page for compared."""
         under_way, self._under_way = self._under_way, []
         for future in under_way:
             future.result()
@@ -206,7 +205,7 @@ def _trailer_memory() -> Trailers:
 
 
 _Move = Callable[[_Request, list[StoredObject], int], Answer]
-"""Does something with some objects of a request; its last argument is the position of the first one."""
+"""Moves some objects of a request; its last argument is the position of the first one."""
 
 
 def _late(count: int) -> Answer:

@@ -1,6 +1,6 @@
-"""The process that uses a store for its node: `python -m kvbridge.tier.stores.process`. Started by `supervisor` only.
+"""The process that uses a store for its node: `python -m kvbridge.tier.stores.process`. Only `client` starts it.
 
-A store's calls may take a minute and more, and go on moving bytes when they have been given up. So they happen here: the end of
+A store's calls may take a minute and more, and go on moving bytes after their caller has given up. So they happen here: the end of
 this process is the proof that none of its pages is read or written any more.
 """
 
@@ -26,16 +26,19 @@ from kvbridge.pool.memory.pools import MappedRegions
 from kvbridge.processes import end_with_parent
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import BAD, Answer, ObjectStore, Verb
-from kvbridge.tier.stores.messages import (
+from kvbridge.tier.stores.base import (
+    BAD,
     LENGTH,
     NODE_TO_STORE,
     STORE_TO_NODE,
+    Answer,
+    ObjectStore,
     StoreFailed,
     StoreOrder,
     StoreReady,
     StoreReport,
     StoreSetup,
+    Verb,
     framed,
     length_of,
 )
@@ -108,21 +111,19 @@ class _Serving:
             while True:
                 order = self.orders.get()
                 answer = self._carry_out(order)
-                detail = answer.detail[:REASON_CHARS]
-                self._link.send(
-                    StoreReport(
-                        number=order.number,
-                        outcomes=answer.outcomes,
-                        settled=answer.settled,
-                        detail=detail,
-                        cleared=answer.cleared,
-                    )
+                report = StoreReport(
+                    number=order.number,
+                    outcomes=answer.outcomes,
+                    settled=answer.settled,
+                    detail=answer.detail[:REASON_CHARS],
+                    cleared=answer.cleared,
                 )
+                self._link.send(report)
         except BridgeError as error:
             log.error("store_cannot_go_on", code=error.code, reason=str(error))
             self._link.send(StoreFailed(message=str(error)[:REASON_CHARS]))
             os._exit(EXIT_FAILED)
-        except Exception:  # what is left of other calls is not known any more, but it ends with this process
+        except Exception:  # nobody knows any more what other calls do, but they end with this process
             log.exception("store_thread_failed")
             os._exit(EXIT_FAILED)
 
@@ -134,21 +135,16 @@ class _Serving:
         match order.verb:
             case Verb.PUT:
                 return self.store.put(order.form, keys, pages, order.until_s)
-            case Verb.GET:
-                answer = self.store.get(order.form, keys, pages, order.until_s)
-                self._tell_refused(order, keys, answer)
-                return answer
             case Verb.HAS:
                 return self.store.has(order.form, keys, order.until_s)
-            case _:
+            case Verb.DROP:
                 return self.store.drop(order.form, keys, order.until_s)
-
-    def _tell_refused(self, order: StoreOrder, keys: Keys, answer: Answer) -> None:
-        """Write a line when objects were dropped since they are not what was stored under their names."""
+        answer = self.store.get(order.form, keys, pages, order.until_s)
         bad = [at for at, outcome in enumerate(answer.outcomes) if outcome in BAD]
         if bad:
             name, outcome = object_name(self.store.forms[order.form], keys[bad[0]]), answer.outcomes[bad[0]]
             log.warning("store_objects_refused", objects=len(bad), first=name, outcome=outcome.value)
+        return answer
 
 
 class _Link:

@@ -17,7 +17,7 @@ from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.pool.memory.pools import MappedRegions
 
 FLASH, TINY = preset("deepseek-v4-flash"), preset("tiny-v4")
-FULL_TWIN, SWA_TWIN = IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+FULL_COPY, SWA_COPY = IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 MODEL = {"enabled": True, "model_name": "m", "model_revision": "1"}
 DEVICE = {"full": 8, "swa": 4, "request": 2}
 
@@ -47,13 +47,13 @@ def planned(config: PrefillConfig | DecodeConfig) -> NodeLayout:
 
 def test_prefill_has_twins_of_everything_that_a_prefix_takes():
     layout = planned(prefill({"pages": 30, "checkpoint_pages": 5}))
-    assert {space: layout.owned[space] for space in (FULL_TWIN, SWA_TWIN)} == {FULL_TWIN: 30, SWA_TWIN: 5}
-    assert layout.page_bytes(FLASH)[FULL_TWIN] == 998_208
-    assert layout.page_bytes(FLASH)[SWA_TWIN] == 4_080_000
-    assert layout.book().available_pages()[FULL_TWIN] == 30
+    assert {space: layout.owned[space] for space in (FULL_COPY, SWA_COPY)} == {FULL_COPY: 30, SWA_COPY: 5}
+    assert layout.page_bytes(FLASH)[FULL_COPY] == 998_208
+    assert layout.page_bytes(FLASH)[SWA_COPY] == 4_080_000
+    assert layout.book().available_pages()[FULL_COPY] == 30
     asked = {"size_bytes": 10 * 998_208 + 3 * 4_080_000 + 998_207, "checkpoint_pages": 3}
     layout = planned(prefill(asked))
-    assert {space: layout.owned[space] for space in (FULL_TWIN, SWA_TWIN)} == {FULL_TWIN: 10, SWA_TWIN: 3}
+    assert {space: layout.owned[space] for space in (FULL_COPY, SWA_COPY)} == {FULL_COPY: 10, SWA_COPY: 3}
     assert layout.twins is not None
     assert layout.twins.total_bytes <= asked["size_bytes"] + 4096 * len(layout.twins.regions)
 
@@ -101,7 +101,7 @@ def test_a_node_makes_them_beside_its_pools_and_removes_them(tmp_path: Path):
     asyncio.run(memory.create(tmp_path, "d", on_progress=lambda *done: told.append(done), cancel_s=5.0))
     try:
         assert told[-1] == (layout.node_bytes, layout.node_bytes)
-        assert {shared.region.space for shared in memory.twins} == {FULL_TWIN}
+        assert {shared.region.space for shared in memory.twins} == {FULL_COPY}
         with MappedRegions(memory.twins) as mapped:
             assert {region.page_count for region in mapped.regions} == {3}
         assert any("twins" in file.name for file in tmp_path.iterdir())

@@ -12,9 +12,9 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
+from kvbridge.daemon.kept_journal import KeptHeader
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.memory import NodeMemory, plan_memory, require_memory_directory
-from kvbridge.daemon.twin_journal import KeptHeader
 
 TINY = preset("tiny-v4")
 PAGES = {"full": 8, "swa": 4, "request": 2}

@@ -103,10 +103,10 @@ def test_twins_are_on_the_page_and_nobody_else_hears_of_them_or_waits_for_them()
     tier = {"enabled": True, "model_name": "m", "model_revision": "1", "host": {"pages": 4}}
     node = prefill_daemon(PrefillConfig.model_validate(NODE | {"tier": tier, "admission": {"unready_after_s": 0.1}}))
     told = node.overview.load()
-    node.parts.book.reserve(Owner(1, 1), {IndexSpace.FULL_TWIN: 4})
+    node.parts.book.reserve(Owner(1, 1), {IndexSpace.FULL_COPY: 4})
     page, load = node.overview.status(), node.overview.load()
-    assert page.pools[IndexSpace.FULL_TWIN][PageState.HELD] == 4
-    assert page.available_pages == {IndexSpace.FULL: 8, IndexSpace.FULL_TWIN: 0}
+    assert page.pools[IndexSpace.FULL_COPY][PageState.HELD] == 4
+    assert page.available_pages == {IndexSpace.FULL: 8, IndexSpace.FULL_COPY: 0}
     assert page.memory_bytes == node.parts.layout.total_bytes
     assert (load.available_pages, load.total_pages) == (told.available_pages, {"full": 8})
     assert not is_significant(told, load)

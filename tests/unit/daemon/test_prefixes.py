@@ -56,10 +56,10 @@ def test_the_end_of_a_worker_takes_all_that_is_on_the_device_alone_when_it_had_m
     cache.keep(owner, keys, 0, own)
     cache.let_go(owner)
     node.book.free(owner)
-    cache.twins.end_backup(cache.twins.start_backup(Owner(NO_ROOM, 1), keys, at_most=2), done=True)
+    cache.copies.end_backup(cache.copies.start_backup(Owner(NO_ROOM, 1), keys, at_most=2), done=True)
     node.worker_gone(Rank(pp=0, tp=0), "its memory is the node's")
     assert cache.residency()[:3] == (1, 2, 0)
     node.worker_gone(Rank(pp=0, tp=1), "its memory was its own")
     assert cache.residency()[:3] == (0, 0, 2)
-    assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST, IndexSpace.FULL_TWIN)] == [0, 2, 2]
+    assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST, IndexSpace.FULL_COPY)] == [0, 2, 2]
     cache.check_integrity()

@@ -45,7 +45,7 @@ def wire(*tables: PageTable):
 
 
 FULL, SWA = table(IndexSpace.FULL, 10, 11, 12, 13, 14), table(IndexSpace.SWA, 3, 4)
-LOAD = wire(table(IndexSpace.FULL_TWIN, 40, 42, first=1), table(IndexSpace.SWA_TWIN, 9, first=2))
+LOAD = wire(table(IndexSpace.FULL_COPY, 40, 42, first=1), table(IndexSpace.SWA_COPY, 9, first=2))
 RESTORE = Checkpoint(tokens=768, table=wire(table(IndexSpace.SWA, 7, first=2))[0])
 
 

@@ -318,8 +318,8 @@ class SharingRooms(Rooms):
 
 class SharingBench(Bench):
     def __init__(self, *, twins: int = 0, **limits: object) -> None:
-        book = PageBook({FULL: PAGES} | ({IndexSpace.FULL_TWIN: twins} if twins else {}))
-        self.cache = PrefixCache(book, PrefixIndex((FULL,), PAGES + twins, has_twins=bool(twins)))
+        book = PageBook({FULL: PAGES} | ({IndexSpace.FULL_COPY: twins} if twins else {}))
+        self.cache = PrefixCache(book, PrefixIndex((FULL,), PAGES + twins, has_copies=bool(twins)))
         super().__init__(book, SharingRooms(book, self.cache), unready_after_s=30.0)
 
     def warm(self, pages: int = PAGES) -> None:
@@ -333,12 +333,12 @@ class SharingBench(Bench):
 async def test_a_host_that_is_full_keeps_nobody_waiting_and_the_end_of_a_backup_wakes_those_who_wait(made):
     bench = made(SharingBench, twins=2)
     bench.warm()
-    backup = bench.cache.twins.start_backup(Owner(NO_ROOM, 1), prompt("a", 2), at_most=2)
+    backup = bench.cache.copies.start_backup(Owner(NO_ROOM, 1), prompt("a", 2), at_most=2)
     bench.look()
-    assert (bench.look(60.0), bench.book.available_pages()[IndexSpace.FULL_TWIN]) == ("", 0)
+    assert (bench.look(60.0), bench.book.available_pages()[IndexSpace.FULL_COPY]) == ("", 0)
     waiting = await bench.waits(1, PAGES, "b")
     assert not waiting.done(), "two pages are being copied"
-    bench.cache.twins.end_backup(backup, done=True)
+    bench.cache.copies.end_backup(backup, done=True)
     assert (await asyncio.wait_for(waiting, 20)).room == 1
     bench.cache.check_integrity()
 

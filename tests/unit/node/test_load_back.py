@@ -12,7 +12,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.facts import CopyEnded
-from tests.helpers.node_bench import FULL, FULL_TWIN, HISTORY, KeyedDecode, NodeBench, PrefixBench, keys_of
+from tests.helpers.node_bench import FULL, FULL_COPY, HISTORY, KeyedDecode, NodeBench, PrefixBench, keys_of
 from tests.helpers.rooms import PAGE, R0, R1
 
 POINT = StreamPoint(ring="load", handle=bytes(64), device_uuid="0" * 32)
@@ -22,8 +22,8 @@ _copies = count(1)
 def to_the_host(bench: NodeBench, tokens: list[int] | int, *, leave: int = 0) -> None:
     """All of a prompt comes to the host, and something else needs the device: all that nobody reads but so many pages."""
     keys = keys_of(tokens).in_namespace("")
-    backup = bench.prefixes.twins.start_backup(Owner(NO_ROOM, next(_copies)), keys, at_most=99)
-    bench.prefixes.twins.end_backup(backup, done=True)
+    backup = bench.prefixes.copies.start_backup(Owner(NO_ROOM, next(_copies)), keys, at_most=99)
+    bench.prefixes.copies.end_backup(backup, done=True)
     other, available = Owner(10**6, 1), bench.book.available_pages()
     needed = {FULL: available[FULL] - leave, IndexSpace.SWA: available.get(IndexSpace.SWA, 0)}
     bench.book.reserve(other, {space: pages for space, pages in needed.items() if space in available})
@@ -61,7 +61,7 @@ def test_restorable_places_are_those_of_the_host_too_and_a_room_can_start_before
     assert bench.restorable(3) == (0, 2 * PAGE, 4 * PAGE)
     begun = bench.begin(3, HISTORY[: 5 * PAGE], at_most=3 * PAGE)
     assert (begun.computed_tokens, begun.host_tokens) == (2 * PAGE, 2 * PAGE)
-    assert load_of(begun)[FULL_TWIN][0] == 0
+    assert load_of(begun)[FULL_COPY][0] == 0
     assert [len(twins) for _, twins in load_of(begun).values()] == [2, 1]
     assert begun.restore.tokens == 2 * PAGE
     load(bench, 3)
@@ -76,7 +76,7 @@ def test_each_rank_loads_and_publishes_for_itself():
     bench.admit(2, HISTORY[:1500])
     bench.offer(2, HISTORY[:1500])
     for rank in (R0, R1):
-        assert load_of(bench.begin(2, HISTORY[:1500], ranks=(rank,)))[FULL_TWIN][0] == 0
+        assert load_of(bench.begin(2, HISTORY[:1500], ranks=(rank,)))[FULL_COPY][0] == 0
     bench.verbs.publish("engine", (R0,), 2, upto_token=768, after={str(R0): POINT})
     bench.verbs.loaded("engine", 2, (R0,))
     assert [order.section.stop_token for order in bench.orders(R0, 2)] == [768]

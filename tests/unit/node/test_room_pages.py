@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.ids import TWINS, IndexSpace
+from kvbridge.core.ids import HOST_COPIES, IndexSpace
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.room_pages import RoomPages, RoomSettings
@@ -32,8 +32,8 @@ class Bench:
     """The pages of a decode node whose C4 rows are in its host pool."""
 
     def __init__(self, *, twins: int = 0) -> None:
-        self.book = PageBook(POOL | (dict.fromkeys(TWINS.values(), twins) if twins else {}))
-        index = PrefixIndex((FULL, HOST), min(POOL[FULL], POOL[HOST]), has_twins=bool(twins))
+        self.book = PageBook(POOL | (dict.fromkeys(HOST_COPIES.values(), twins) if twins else {}))
+        index = PrefixIndex((FULL, HOST), min(POOL[FULL], POOL[HOST]), has_copies=bool(twins))
         self.cache = PrefixCache(self.book, index, restores=True)
         settings = RoomSettings(geometry=FLASH, limits=DECODE_LIMITS, shares_prefixes=True, host=C4)
         self.pages = RoomPages(self.book, settings, RecordedEvents(), self.cache, computes=False)
@@ -64,8 +64,8 @@ class Bench:
     def only_on_host(self, pages: int, name: str = "a") -> list[int]:
         """Have a prompt's pages backed up and the device need them for something else; return their twins."""
         owner = Owner(NO_ROOM, 1)
-        backup = self.cache.twins.start_backup(owner, keys_of(name, pages).in_namespace(""), at_most=pages)
-        self.cache.twins.end_backup(backup, done=True)
+        backup = self.cache.copies.start_backup(owner, keys_of(name, pages).in_namespace(""), at_most=pages)
+        self.cache.copies.end_backup(backup, done=True)
         self.book.reserve(owner, {FULL: POOL[FULL], SWA: POOL[SWA]})
         self.book.free(owner)
         return backup.moves[FULL][1].tolist()
@@ -125,4 +125,4 @@ def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pa
     for one in (room, again):
         bench.pages.give_back(one)
     bench.cache.check_integrity()
-    assert bench.book.available_pages() == POOL | dict.fromkeys(TWINS.values(), 8)
+    assert bench.book.available_pages() == POOL | dict.fromkeys(HOST_COPIES.values(), 8)

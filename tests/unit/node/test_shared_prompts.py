@@ -76,7 +76,7 @@ def test_an_offer_that_names_a_page_of_its_prefix_or_of_its_node_alone_is_refuse
         check_offer(
             offer.model_copy(update={"tables": to_wire(room.tables)}), GEOMETRY, prompt_tokens=room.prompt_tokens
         )
-    table = offer.tables[0].model_copy(update={"space": IndexSpace.FULL_TWIN})
+    table = offer.tables[0].model_copy(update={"space": IndexSpace.FULL_COPY})
     with pytest.raises(InvalidInputError, match="offers pages of 'full_twin', which no peer writes"):
         check_offer(offer.model_copy(update={"tables": (table,)}), GEOMETRY, prompt_tokens=room.prompt_tokens)
 
@@ -263,7 +263,7 @@ class HostAndStore:
         pass
 
     def removed(self, pages) -> None:
-        self.gone += pages[IndexSpace.FULL_TWIN].tolist()
+        self.gone += pages[IndexSpace.FULL_COPY].tolist()
 
     def forget(self, links) -> None:
         self.links += links
@@ -274,22 +274,22 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
     """It has been backed up before the engine says that it has another prompt, or is just being copied."""
     below = HostAndStore()
     bench = KeyedDecode(twins=8, store=below)
-    bench.prefixes.twins.watch(below)
+    bench.prefixes.copies.watch(below)
     bench.arrived(1, 4 * PAGE)
     names = keys_of(4 * PAGE).in_namespace("")
-    copy = bench.prefixes.twins.start_backup(Owner(NO_ROOM, 1), names, at_most=8)
+    copy = bench.prefixes.copies.start_backup(Owner(NO_ROOM, 1), names, at_most=8)
     twins = copy.moves[FULL][1].tolist()
     if backup == "done":
-        bench.prefixes.twins.end_backup(copy, done=True)
+        bench.prefixes.copies.end_backup(copy, done=True)
     with pytest.raises(KeyMismatchError):
         bench.verbs.claim("engine", 1, with_another(keys_of(4 * PAGE), 1).data)
     if backup == "under way":
-        bench.prefixes.twins.end_backup(copy, done=True)
+        bench.prefixes.copies.end_backup(copy, done=True)
     else:
         assert sorted(set(below.gone)) == sorted(twins[1:]), "so the journal says it, before anybody else gets them"
     assert (bench.prefixes.known(names), bench.prefixes.residency().both) == (1, 1)
     assert sorted(below.links) == sorted(pairwise(names))
-    assert bench.book.available_pages() == {FULL: 16, IndexSpace.FULL_TWIN: 8}
+    assert bench.book.available_pages() == {FULL: 16, IndexSpace.FULL_COPY: 8}
     bench.prefixes.check_integrity()
 
 

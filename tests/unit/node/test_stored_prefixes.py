@@ -24,7 +24,7 @@ from kvbridge.tier.stores.base import Answer, Outcome, Verb
 from kvbridge.tier.stores.client import Operation
 from kvbridge.tier.stores.objects import linked
 
-FULL, SWA, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 PAGES, ENDS = 0, 1
 
 pytestmark = pytest.mark.asyncio
@@ -83,10 +83,10 @@ class Bench:
     """A node with a few pages of host memory: a prefill node with `ends`, whose requests go on behind checkpoints only."""
 
     def __init__(self, *, twins: int = 8, ends: bool = False) -> None:
-        self.book = PageBook({FULL: 32, SWA: 4, FULL_TWIN: twins, SWA_TWIN: 4})
-        index = PrefixIndex((FULL,), 32 + twins, has_twins=True)
+        self.book = PageBook({FULL: 32, SWA: 4, FULL_COPY: twins, SWA_COPY: 4})
+        index = PrefixIndex((FULL,), 32 + twins, has_copies=True)
         self.cache = PrefixCache(self.book, index, restores=True)
-        assert self.cache.twins is not None
+        assert self.cache.copies is not None
         settings = TierConfig(
             enabled=True,
             model_name="tiny",
@@ -95,10 +95,10 @@ class Bench:
             store=FileStoreSettings(kind="files", directory=Path("/nowhere"), max_bytes=1 << 30),
             prefetch_s=60.0,
         )
-        self.stored = StoredPrefixes(self.cache, self.cache.twins, self.book, settings, preset("tiny-v4"))
+        self.stored = StoredPrefixes(self.cache, self.cache.copies, self.book, settings, preset("tiny-v4"))
         self.store = Store()
         self.stored.client = self.store
-        self.stored._spaces = ((FULL_TWIN,), (SWA_TWIN,)) if ends else ((FULL_TWIN,),)
+        self.stored._spaces = ((FULL_COPY,), (SWA_COPY,)) if ends else ((FULL_COPY,),)
         self.rooms = 0
 
     def kept(self, keys: Keys) -> None:
@@ -121,7 +121,7 @@ class Bench:
         for space, states in self.book.counts().items():
             taken = {state: states[state] for state in (PageState.HELD, PageState.LEASED, PageState.QUARANTINED)}
             assert not any(taken.values()), f"pages of {space} that nobody has a use for: {taken}"
-        assert not self.cache.looks.readers
+        assert not self.cache.copies._pinned
 
 
 @pytest.mark.parametrize("stored", [8, 9, 40])
@@ -172,7 +172,7 @@ async def test_whatever_is_raised_on_the_way_the_pages_go_back_and_the_request_g
 
     with monkeypatch.context() as patch:
         if place == "insert":
-            patch.setattr(bench.cache.twins, "insert", fail)
+            patch.setattr(bench.cache.copies, "insert", fail)
         else:
             bench.store.raises = error
         assert await bench.prefetch(keys) == 0

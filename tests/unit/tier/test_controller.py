@@ -6,64 +6,29 @@ Nothing is copied here. What the controller hands out as one order ends when a t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 
 import pytest
 
 from kvbridge.config.tier import BackupPolicy, HostBackup
-from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import PageState
 from kvbridge.tier import controller as backup_controller
 from kvbridge.tier.controller import BackupController
-from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.keys import Keys
-from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.readers import Admitted
-from kvbridge.tier.twins import Backup
-from tests.helpers.manual_clock import ManualClock
+from kvbridge.tier.host_copies import Backup
+from tests.helpers.prefix_bench import FULL, FULL_COPY, SWA, SWA_COPY, PrefixBench, keys
 
-FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
 THROUGH, SELECTIVE, BACK = BackupPolicy
 
 
-def keys(name: str, pages: int) -> Keys:
-    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
-
-
-class Bench:
+class Bench(PrefixBench):
     """A node without rank workers."""
 
     def __init__(self, *, device: int = 16, host: int = 32, **settings: object) -> None:
-        self.book = PageBook({FULL: device, TWIN: host})
-        self.clock = ManualClock()
-        self.index = PrefixIndex((FULL,), device + host, has_twins=True)
-        self.cache = PrefixCache(self.book, self.index, clock=self.clock)
-        assert self.cache.twins is not None
-        self.controller = BackupController(
-            self.cache, self.cache.twins, self.book, HostBackup.model_validate(settings), clock=self.clock
-        )
-        self._rooms, self._owners = count(1), count(1)
-
-    def admit(self, name: str, pages: int) -> tuple[Owner, Admitted]:
-        self.clock.advance(1.0)
-        owner = Owner(next(self._rooms), 1)
-        admitted = self.cache.admit(owner, keys(name, pages), lambda shared: {FULL: pages - shared.get(FULL, 0)})
-        return owner, admitted
-
-    def end(self, owner: Owner) -> None:
-        self.cache.let_go(owner)
-        self.book.free(owner)
-
-    def room(self, name: str, pages: int) -> None:
-        """A room with so many pages of a conversation, from its admission to its end; all of them stay."""
-        owner, admitted = self.admit(name, pages)
-        start = admitted.prefix_pages
-        self.cache.keep(owner, keys(name, pages), start, {FULL: admitted.own[FULL]})
-        self.end(owner)
+        super().__init__({FULL: device, SWA: 1, FULL_COPY: host, SWA_COPY: 1}, restores=False)
+        backup = HostBackup.model_validate(settings)
+        self.controller = BackupController(self.cache, self.copies, self.book, backup, clock=self.clock)
 
     def begin(self) -> list[Backup]:
-        return self.controller.begin(lambda: Owner(NO_ROOM, next(self._owners)))
+        return self.controller.begin(self.new_owner)
 
     def order(self, *, done: bool = True) -> int:
         """One order, carried out; how many pages it had."""
@@ -81,16 +46,7 @@ class Bench:
 
     def on_host(self, name: str, pages: int) -> int:
         """How many of the first pages of a conversation are on the host."""
-        assert self.index.host is not None
-        return self.index.host.depth(self.index.match(keys(name, pages)))
-
-    @property
-    def twins(self) -> int:
-        return self.book.counts()[TWIN][PageState.CACHED]
-
-    def twins_held(self) -> int:
-        counts = self.book.counts()[TWIN]
-        return counts[PageState.HELD] + counts[PageState.LEASED] + counts[PageState.QUARANTINED]
+        return self.where(name, pages)[1]
 
 
 @pytest.fixture
@@ -110,11 +66,11 @@ def make() -> Iterator[type[Bench]]:
 def test_write_back_goes_ahead_of_need_oldest_first(make):
     bench = make(device=16, policy=BACK, low_share=0.5)
     for name in "abc":
-        bench.room(name, 4)
+        bench.warm(name, 4)
     assert bench.order() == 4, "four pages are free and eight are to be there without losing anything"
     assert [bench.on_host(name, 4) for name in "abc"] == [4, 0, 0]
     assert bench.order() == 0
-    bench.room("d", 2)
+    bench.warm("d", 2)
     bench.settle()
     assert [bench.on_host(name, 4) for name in "abc"] == [4, 4, 0]
 
@@ -122,7 +78,7 @@ def test_write_back_goes_ahead_of_need_oldest_first(make):
 @pytest.mark.parametrize("policy", list(BackupPolicy))
 def test_no_admission_waits_for_a_backup(make, policy):
     bench = make(device=8, policy=policy, low_share=1.0)
-    bench.room("a", 4)
+    bench.warm("a", 4)
     backups = bench.begin()
     owner, got = bench.admit("b", 4)
     assert len(got.own[FULL]) == 4, "while pages of 'a' are being copied"
@@ -132,11 +88,11 @@ def test_no_admission_waits_for_a_backup(make, policy):
         assert bench.on_host("a", 4) == 4
 
 
-def test_what_fails_frees_its_own_twins_and_is_tried_again_later(make):
+def test_what_fails_frees_its_own_copies_and_is_tried_again_later(make):
     bench = make(policy=THROUGH)
-    bench.room("a", 3)
+    bench.warm("a", 3)
     assert bench.order(done=False) == 3
-    assert (bench.twins, bench.book.counts()[TWIN][PageState.FREE]) == (0, 32)
+    assert (bench.count(FULL_COPY, PageState.CACHED), bench.count(FULL_COPY, PageState.FREE)) == (0, 32)
     assert bench.cache.known(keys("a", 3)) == 3, "nothing else has changed"
     assert bench.order() == 0, "not at once"
     bench.clock.advance(backup_controller.FIRST_PAUSE_S)
@@ -151,20 +107,20 @@ def test_what_fails_frees_its_own_twins_and_is_tried_again_later(make):
 def test_a_host_that_is_read_as_a_whole_costs_no_order_more_than_a_few_looks(make, monkeypatch):
     """Each look walks along a whole prompt, in the loop that does everything else."""
     bench = make(policy=THROUGH, device=200, host=4)
-    bench.room("pinned", 4)
+    bench.warm("pinned", 4)
     bench.settle()
     owner, _ = bench.admit("pinned", 4)
-    looking = bench.cache.looks.begin_on_host(keys("pinned", 4))
+    looking = bench.copies.pin(keys("pinned", 4))
     for number in range(150):
-        bench.room(f"p{number}", 1)
+        bench.warm(f"p{number}", 1)
     tried = []
-    start_backup = bench.cache.twins.start_backup
+    start_backup = bench.copies.start_backup
 
     def counted(*given, **named):
         tried.append(given)
         return start_backup(*given, **named)
 
-    monkeypatch.setattr(bench.cache.twins, "start_backup", counted)
+    monkeypatch.setattr(bench.copies, "start_backup", counted)
     waiting = bench.controller.waiting
     assert waiting >= 150
     assert bench.begin() == []
@@ -174,7 +130,7 @@ def test_a_host_that_is_read_as_a_whole_costs_no_order_more_than_a_few_looks(mak
         assert bench.begin() == []
         assert bench.controller.waiting < before, "the others have their turn"
     assert bench.controller.refused >= 150
-    bench.cache.looks.end(looking)
+    bench.copies.unpin(looking)
     bench.end(owner)
-    bench.room("late", 2)
+    bench.warm("late", 2)
     assert bench.order() == 2

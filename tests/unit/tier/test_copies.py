@@ -1,4 +1,4 @@
-"""Copies between device pages and their twins: what is legal, and what is copied."""
+"""Copies between device pages and their host copies: what is legal, and what is copied."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.geometry.tiers import twin_components, twin_pieces
+from kvbridge.core.geometry.tiers import copied_components, copy_pieces
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels import reference
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import ReferencePageCopier
 from kvbridge.kernels.places import PageMemory, PagePair
-from kvbridge.tier import copy_backends
-from kvbridge.tier.copies import CopyMeans, Direction, copy_backend
-from kvbridge.tier.copy_backends import joined
+from kvbridge.tier import copies
+from kvbridge.tier.copies import CopyMeans, Direction, copy_backend, joined
 from tests.helpers.fake_cuda import FakeEvent
 from tests.helpers.twin_pools import TwinPools, pages
 
@@ -56,12 +55,12 @@ def test_page_ids_are_checked_before_anything_is_copied():
                 PageOutOfBoundsError,
                 "pages -1 to 3 of 'full_twin' do not all exist among 10",
             ),
-            ((pages(0, 1), pages(3)), InvalidInputError, "2 pages of 'full' cannot have 1 twins"),
+            ((pages(0, 1), pages(3)), InvalidInputError, "2 pages of 'full' cannot have 1 host copies"),
             ((pages(0).astype(np.int64), pages(3)), InvalidInputError, "int32, got int64"),
         ):
             with pytest.raises(kind, match=reason):
                 copier.copy(good | {FULL: wrong})
-        with pytest.raises(InvalidInputError, match="pages of space 'host' have no twins here"):
+        with pytest.raises(InvalidInputError, match="pages of space 'host' have no host copies here"):
             copier.copy(good | {IndexSpace.HOST: (pages(0), pages(0))})
         pools.compare(before)
 
@@ -96,8 +95,8 @@ class Queue:
         self.arrays: list[np.ndarray] = []
         monkeypatch.setattr(runtime.Event, "create", self._event)
         monkeypatch.setattr(runtime, "copy_batch", self._batch)
-        monkeypatch.setattr(copy_backends, "CudaPageCopier", self._copier)
-        monkeypatch.setattr(copy_backends, "StagingPool", lambda device: self)
+        monkeypatch.setattr(copies, "CudaPageCopier", self._copier)
+        monkeypatch.setattr(copies, "StagingPool", lambda device: self)
 
     def _event(self, device: int) -> FakeEvent:
         self.events.append(event := FakeEvent())
@@ -181,5 +180,5 @@ def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch
 
 def pieces_of_checkpoints() -> list[object]:
     """What one checkpoint of the model is copied in, when pages are whole otherwise."""
-    swa = [each for each in twin_components(TINY, (), checkpoints=True) if each.space is SWA]
-    return [piece for each in swa for _ in each.layers for piece in twin_pieces(TINY, each, (0, 1), (0, 1))]
+    swa = [each for each in copied_components(TINY, (), checkpoints=True) if each.space is SWA]
+    return [piece for each in swa for _ in each.layers for piece in copy_pieces(TINY, each, (0, 1), (0, 1))]

@@ -9,10 +9,10 @@ from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputErro
 from kvbridge.core.ids import IndexSpace
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from kvbridge.tier.readers import Residency
+from kvbridge.tier.prefix_cache import Residency
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
-FULL_TWIN = IndexSpace.FULL_TWIN
+FULL_COPY = IndexSpace.FULL_COPY
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
 
 
@@ -176,12 +176,12 @@ def test_candidates_that_are_outdated_do_not_pile_up():
     path = pool.match("abc")
     for now in range(5000):
         pool.index.touch(path, now=10.0 + now)
-    assert len(pool.index.device.victims._candidates) < 1100
+    assert len(pool.index.device._candidates) < 1100
     assert pool.evict(3) == [2, 1, 0]
 
 
 def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there():
-    index = PrefixIndex([FULL], 100, has_twins=True)
+    index = PrefixIndex([FULL], 100, has_copies=True)
     pages = iter(range(100))
 
     def some(space: IndexSpace, count: int) -> dict:
@@ -189,17 +189,17 @@ def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there
 
     def on_host(text: str) -> None:
         index.insert(keys_of(text), 0, some(FULL, len(text)), now=float(len(index)))
-        index.add_twins(index.match(keys_of(text)), 0, some(FULL_TWIN, len(text)))
+        index.add_copies(index.match(keys_of(text)), 0, some(FULL_COPY, len(text)))
 
     for text in ("abc", "xyz"):
         on_host(text)
     index.evict({FULL: 6})
     index.add_device(index.match(keys_of("abc")), 0, some(FULL, 3))
     assert (index.host.evicted.read_back, index.host.evicted.unused) == (0, 0), "leaving the device is something else"
-    index.evict({FULL: 3, FULL_TWIN: 6})
+    index.evict({FULL: 3, FULL_COPY: 6})
     assert (index.host.evicted.read_back, index.host.evicted.unused) == (3, 3)
     on_host("abc")
-    index.evict({FULL: 3, FULL_TWIN: 3})
+    index.evict({FULL: 3, FULL_COPY: 3})
     assert (index.host.evicted.read_back, index.host.evicted.unused) == (3, 6), "its next time there begins anew"
     assert Residency.of(index).evicted == index.host.evicted
     index.check_integrity()

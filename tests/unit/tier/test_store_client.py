@@ -14,10 +14,16 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
-from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
-from kvbridge.tier.stores.breaker import BreakerState
-from kvbridge.tier.stores.client import StoreClient
-from kvbridge.tier.stores.messages import StoreOrder, StoreReport
+from kvbridge.processes import ChildEnd, EndCause
+from kvbridge.tier.stores.base import Capabilities, Outcome, StoreOrder, StoreReport, Verb
+from kvbridge.tier.stores.client import (
+    FIRST_OPEN_S,
+    LONGEST_OPEN_S,
+    Breaker,
+    BreakerState,
+    FailedKeys,
+    StoreClient,
+)
 from tests.helpers.stored_pages import ids, new_keys
 
 HIT, STORED, ABSENT, BAD = Outcome.HIT, Outcome.STORED, Outcome.ABSENT, Outcome.WRONG_DIGEST
@@ -25,25 +31,8 @@ TIMEOUT_S = 60.0
 """Longer than any of these tests takes: silence is said by `late`."""
 
 
-class FakeProcess:
-    """Takes orders, and does nothing."""
-
-    capabilities: Capabilities | None = Capabilities(kind="fake", batch=1)
-    why_not = "there is none"
-
-    def __init__(self) -> None:
-        self.orders: list[StoreOrder] = []
-        self.killed: list[str] = []
-
-    def send(self, order: StoreOrder) -> None:
-        self.orders.append(order)
-
-    def kill(self, why: str) -> None:
-        self.killed.append(why)
-
-
 class Case:
-    """A client with its fake process."""
+    """A client whose process takes orders and does nothing."""
 
     def __init__(self, **limits: float) -> None:
         region = Region(
@@ -60,7 +49,11 @@ class Case:
         shared = SharedRegion(region=region, origins=(FileOrigin(path="/dev/shm/none"),))
         settings = FileStoreSettings(directory=Path("/none"), max_bytes=1)
         self.client = StoreClient(settings, [[shared]], StoreLimits(failures=1, settle_s=TIMEOUT_S, **limits))
-        self.process = self.client.process = FakeProcess()
+        self.client.capabilities, self.client.why_not = Capabilities(kind="fake", batch=1), "there is none"
+        self.orders: list[StoreOrder] = []
+        self.killed: list[str] = []
+        self.client._send = self.orders.append  # type: ignore[method-assign]
+        self.client._kill = self.killed.append  # type: ignore[method-assign]
 
     def get(self, keys=None, *pages: int):
         keys = keys or new_keys(1)
@@ -70,11 +63,11 @@ class Case:
         return self.client.put(0, keys, ids(*range(len(keys))), timeout_s=TIMEOUT_S)
 
     def report(self, *outcomes: Outcome, settled: bool = True, number: int = 0) -> None:
-        number = number or self.process.orders[-1].number
+        number = number or self.orders[-1].number
         self.client._on_report(StoreReport(number=number, outcomes=outcomes, settled=settled, detail="said so"))
 
     def late(self) -> None:
-        self.client._late(self.process.orders[-1].number, 0.5)
+        self.client._late(self.orders[-1].number, 0.5)
 
     @property
     def state(self) -> BreakerState:
@@ -112,15 +105,15 @@ def test_what_was_missing_or_bad_is_left_out_of_the_next_order_until_it_is_store
     case.get(keys)
     case.report(HIT, ABSENT, BAD)
     again = case.get(keys, 3, 4, 5)
-    assert case.process.orders[-1].keys == keys[:1].data
-    assert np.frombuffer(case.process.orders[-1].pages, "<i4").tolist() == [3]
+    assert case.orders[-1].keys == keys[:1].data
+    assert np.frombuffer(case.orders[-1].pages, "<i4").tolist() == [3]
     case.report(HIT)
     assert outcomes(again) == ["hit", "absent", "absent"]
     stored = case.put(keys[1:2])
     case.report(STORED)
     assert outcomes(stored) == ["stored"]
     case.get(keys)
-    assert case.process.orders[-1].keys == keys[:2].data
+    assert case.orders[-1].keys == keys[:2].data
 
 
 @in_loop
@@ -137,7 +130,7 @@ def test_silence_is_answered_and_the_pages_wait_for_a_late_report():
     assert case.client.unsettled == []
     assert outcomes(operation) == ["timed_out"]
     assert case.client.counts == {(Verb.GET, Outcome.TIMED_OUT): 1}
-    assert case.process.killed == []
+    assert case.killed == []
     assert case.state is BreakerState.OPEN, "a late answer proves nothing about now"
 
 
@@ -163,9 +156,9 @@ def test_what_the_store_has_not_let_go_of_is_settled_by_the_end_of_its_process_o
     case.report(Outcome.UNREACHABLE, settled=False, number=1)
     assert outcomes(first) == ["unreachable"]
     assert not first.settled.done()
-    assert len(case.process.killed) == 1
-    assert "said so" in case.process.killed[0]
-    case.client._on_gone("killed by SIGKILL")
+    assert len(case.killed) == 1
+    assert "said so" in case.killed[0]
+    case.client._ended(ChildEnd("killed by SIGKILL", EndCause.KILLED))
     assert first.settled.done()
     assert second.settled.done()
     assert outcomes(second) == ["unreachable"]
@@ -179,7 +172,7 @@ def test_a_report_that_no_order_explains_ends_the_process():
     operation = case.get()
     case.report(HIT, HIT)
     case.report(HIT, number=99)
-    assert len(case.process.killed) == 2
+    assert len(case.killed) == 2
     assert not operation.answer.done()
 
 
@@ -209,7 +202,46 @@ def test_while_the_breaker_is_open_or_there_is_no_process_nothing_is_sent():
     assert closed.settled.done()
     assert "too often" in closed.answer.result().detail
     case.client.breaker._until_s = 0.0
-    case.process.capabilities = None
+    case.client.capabilities = None
     assert "there is none" in case.get().answer.result().detail
-    assert len(case.process.orders) == 1
+    assert len(case.orders) == 1
     assert case.state is BreakerState.OPEN, "nobody was asked, so nobody has failed"
+
+
+def test_it_opens_after_failures_in_a_row_only():
+    breaker = Breaker(failures=3)
+    for event in "ff.ff.fff":
+        assert breaker.admits(0.0)
+        breaker.success() if event == "." else breaker.failure(0.0)
+    assert breaker.state is BreakerState.OPEN
+    assert not breaker.admits(FIRST_OPEN_S - 0.01)
+
+
+def test_the_pause_grows_while_the_store_is_dead_and_is_short_again_afterwards():
+    breaker, now_s, pauses = Breaker(failures=1), 0.0, []
+    breaker.failure(now_s)
+    for _ in range(8):
+        begun_s = now_s
+        while not breaker.admits(now_s):
+            now_s += 0.25
+        pauses.append(now_s - begun_s)
+        breaker.failure(now_s)
+    assert pauses == [1, 2, 4, 8, 16, LONGEST_OPEN_S, LONGEST_OPEN_S, LONGEST_OPEN_S]
+    now_s += LONGEST_OPEN_S
+    assert breaker.admits(now_s)
+    breaker.success()
+    breaker.failure(now_s)
+    assert breaker.admits(now_s + FIRST_OPEN_S)
+
+
+def test_failed_keys_are_forgotten_in_time_by_success_and_by_number():
+    failed = FailedKeys(keep_s=2.0, most=3)
+    failed.add(["a", "b"], 0.0)
+    assert failed.has("a", 1.9)
+    assert not failed.has("a", 2.0)
+    failed.forget(["b", "never"])
+    assert not failed.has("b", 0.0)
+    failed.add("abc", 10.0)
+    failed.add("a", 11.0)
+    failed.add("d", 11.0)
+    assert [failed.has(name, 11.5) for name in "abcd"] == [True, False, True, True]

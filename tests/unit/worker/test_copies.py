@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.ids import TWINS, IndexSpace, PageMoves, PageTable
+from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageMoves, PageTable
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
 from kvbridge.tier.copies import Direction
@@ -21,7 +21,7 @@ from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, R1, manifest
 from tests.helpers.twin_pools import TwinPools, pages
 
-FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
+FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_COPY
 IDENTITY = RankIdentity(GEOMETRY, manifest(rank=R1, tp_size=2), (), ())
 PAGE_BYTES = 1_000
 
@@ -140,7 +140,7 @@ def malformed() -> PageMove:
     "wrong",
     [
         pytest.param(move(table(FULL, 0, 3), table(TWIN, 0, 2)), id="numbers"),
-        pytest.param(move(table(FULL, 0, 2), table(IndexSpace.SWA_TWIN, 0, 2)), id="spaces"),
+        pytest.param(move(table(FULL, 0, 2), table(IndexSpace.SWA_COPY, 0, 2)), id="spaces"),
         pytest.param(move(table(IndexSpace.HOST, 0, 2), table(TWIN, 0, 2)), id="no-twins"),
         pytest.param(malformed(), id="malformed"),
     ],
@@ -215,7 +215,8 @@ def test_the_ranks_of_a_stage_copy_every_byte_between_them(monkeypatch, model, t
             moves[IndexSpace.SWA] = pages(5, 0, 1), pages(4, 2, 0)
         expected = pools.expected(moves, Direction.BACKUP)
         wired = tuple(
-            move(PageTable(space, device), PageTable(TWINS[space], twins)) for space, (device, twins) in moves.items()
+            move(PageTable(space, device), PageTable(HOST_COPIES[space], twins))
+            for space, (device, twins) in moves.items()
         )
         said = []
         for part, regions in zip(pools.parts, pools.regions, strict=False):
@@ -235,7 +236,9 @@ def test_the_ranks_of_a_stage_copy_every_byte_between_them(monkeypatch, model, t
             said.append(bench.run())
             bench.copies.close()
         assert [answer.error for answer in said] == [""] * tp_size
-        of_page = {space: sum(twin.page_bytes for twin in pools.twins if twin.space is TWINS[space]) for space in moves}
+        of_page = {
+            space: sum(twin.page_bytes for twin in pools.twins if twin.space is HOST_COPIES[space]) for space in moves
+        }
         whole = sum(len(device) * of_page[space] for space, (device, _) in moves.items())
         assert sum(answer.bytes for answer in said) == pytest.approx(whole, abs=tp_size), "each byte is counted once"
         pools.compare(expected)

@@ -12,7 +12,7 @@ from kvbridge.core.errors import RegistrationError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.geometry.tiers import twin_components
+from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
@@ -27,7 +27,7 @@ from tests.helpers.fake_cuda import FakeCuda
 TINY = preset("tiny-v4")
 RANK = Rank(pp=0, tp=0)
 C4 = ComponentKind.C4_KV
-FULL_TWIN = IndexSpace.FULL_TWIN
+FULL_COPY = IndexSpace.FULL_COPY
 COUNTS = {IndexSpace.FULL: 5, IndexSpace.SWA: 3, IndexSpace.REQUEST: 2}
 PART = RankPart.of(TINY, RANK, pp_size=1, tp_size=1)
 
@@ -102,12 +102,12 @@ def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, ho
 
 
 def test_twins_are_page_locked_and_in_no_manifest(cuda, host, stack, tmp_path):
-    placed = twin_placement(TINY, [PART], twin_components(TINY, {C4}, checkpoints=False), page_counts={FULL_TWIN: 3})
+    placed = twin_placement(TINY, [PART], copied_components(TINY, {C4}, checkpoints=False), page_counts={FULL_COPY: 3})
     with MemoryPool.in_files(placed, tmp_path, "twins") as twins:
         order = setup(host, make=True).model_copy(update={"twins": twins.shared_regions()})
         memory = bring(order, (), stack, on_progress=lambda *_: None)
         assert [region.component for region in memory.twins] == [region.component for region in placed.regions]
-        assert FULL_TWIN not in {region.space for region in memory.regions}
+        assert FULL_COPY not in {region.space for region in memory.regions}
         addresses = {region.extent_addresses[0] for region in memory.twins}
         assert not any(
             extent.address <= address < extent.address + extent.length_bytes

@@ -6,7 +6,7 @@ from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, check_manifest, fingerprint
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.geometry.tiers import twin_components
+from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.pool.memory.extent import registered_extents
 from kvbridge.pool.memory.layout import (
@@ -62,11 +62,11 @@ def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(
         assert max(begins) + alike[-1].page_bytes <= home.address + home.length_bytes
 
 
-TWIN_COUNTS = {IndexSpace.FULL_TWIN: 30, IndexSpace.SWA_TWIN: 4}
+TWIN_COUNTS = {IndexSpace.FULL_COPY: 30, IndexSpace.SWA_COPY: 4}
 
 
 def test_no_manifest_ever_names_twins():
-    placement = twin_placement(FLASH, [part()], twin_components(FLASH, (), checkpoints=True), page_counts=TWIN_COUNTS)
+    placement = twin_placement(FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=TWIN_COUNTS)
     with pytest.raises(InvalidInputError, match=r"c4_kv layer 2 \(twin\): its page ids count space 'full_twin'"):
         check_manifest(manifest_of(placement), FLASH)
 

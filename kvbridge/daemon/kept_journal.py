@@ -1,8 +1,8 @@
-"""The journal of kept pools: an entry of 64 bytes for each page of twins, at the place of that page, that says what it holds.
+"""The journal of kept pools: an entry of 64 bytes for each host copy, at the place of its page, that says what the page holds.
 
-An entry is written once the digest of its page is known, and wiped before the page is used again. So what the end of a process
-leaves, at any moment, is right as it stands. Each entry has a checksum: a damaged one is left out, and the pages after it in a
-prompt with it. Should an entry not have been wiped, the page's digest tells.
+An entry is written once the digest of its page is known, and wiped before the page is used again. So the journal that the end of a
+process leaves, at any moment, is right. Each entry has a checksum: a damaged entry is left out, and with it the later pages of the
+prompt. Should an entry not have been wiped, the page's digest tells.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from pydantic import Field, ValidationError
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, PageIdArray, Positive
+from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, PageIdArray, Pages, Positive
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.tier.keys import KEY_BYTES, Keys
-from kvbridge.tier.residence import Pages
 
 log = structlog.get_logger(__name__)
 
 PAGES_AT_ONCE = 32
 """Pages whose digests are computed between two looks at what has changed."""
 ENTRY_BYTES = 64
-KEPT_SPACES = (IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN, IndexSpace.HOST)
+KEPT_SPACES = (IndexSpace.FULL_COPY, IndexSpace.SWA_COPY, IndexSpace.HOST)
 NO_PAGE = -1
 FIRST = bytes(KEY_BYTES)
 """The parent's key of a prompt's first page."""
@@ -64,39 +63,39 @@ class KeptHeader(FrozenModel):
     form: dict[str, str]
     """Facts of the pools, by names for operators, that must be equal for another process to go on with them."""
     page_counts: dict[IndexSpace, NonNegative]
-    """Page counts of the spaces of twins, and of the home if there is one; these must be equal as well."""
+    """Page counts of the spaces of host copies, and of the home if there is one; these must be equal as well."""
     files: tuple[KeptFile, ...] = ()
 
     def why_not(self, wanted: KeptHeader) -> str:
-        """Why a process that wants pools of this form cannot go on with those of this journal; empty when it can."""
+        """Return why a process that wants pools of this form cannot go on with those of this journal; empty when it can."""
         found, asked = ({**of.form, "page counts": of.page_counts} for of in (self, wanted))
         different = (name for name, fact in asked.items() if found.get(name) != fact)
         return next((f"its {name} is {found.get(name)}, this daemon's is {asked[name]}" for name in different), "")
 
 
 class Held(NamedTuple):
-    """A page of a prompt in a page of twins and in its home; or, in some pages of twins, the checkpoint at the end of one."""
+    """A page of a prompt in a host copy and in its home; or the checkpoint at the end of a page, in some host copies."""
 
     space: IndexSpace
     key: bytes
-    twins: tuple[int, ...]
+    copies: tuple[int, ...]
     parent: bytes = FIRST
     """The key of the page before it; zeros for a prompt's first, and for checkpoints."""
     home: int = NO_PAGE
     """NO_PAGE where there is no home."""
     digests: tuple[int, ...] = ()
-    """Of each page of twins, together with its home."""
+    """Of each host copy, together with its home."""
 
     @property
     def sets(self) -> tuple[tuple[Place, ...], ...]:
         """The pages that have one digest each; the entry is at the first one's place."""
         home = () if self.home == NO_PAGE else ((IndexSpace.HOST, self.home),)
-        return tuple(((self.space, twin), *home) for twin in self.twins)
+        return tuple(((self.space, copy), *home) for copy in self.copies)
 
     def entries(self, serial: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield the entries that say this, each with its page of twins; a later one has a higher serial number."""
+        """Yield the entries that say this, each with its place; a later one has a higher serial number."""
         for number, (pages, digest) in enumerate(zip(self.sets, self.digests, strict=True)):
-            body = _ENTRY.pack(self.key, self.parent, self.home, digest, serial, number, len(self.twins))
+            body = _ENTRY.pack(self.key, self.parent, self.home, digest, serial, number, len(self.copies))
             yield pages[0], _sealed(body)
 
 
@@ -105,16 +104,16 @@ class Contents:
     """The contents of a journal."""
 
     pages: dict[int, Held] = field(default_factory=dict)
-    """By twin, in the order in which they came."""
+    """By host copy, in the order in which they came."""
     checkpoints: dict[bytes, Held] = field(default_factory=dict)
     """By the key of the page at whose end they are."""
     damaged: int = 0
     """Entries that were left out."""
 
     def prompts(self) -> Iterator[tuple[Keys, list[Held]]]:
-        """Yield every longest prompt of which all pages are there, with its pages, the one that came last last.
+        """Yield every longest prompt of which all pages are there, with its pages, in the order in which their last pages came.
 
-        A page that prompts share is in each of them; one whose parent is missing is in none.
+        A page that prompts share is in each of them; a page without its parent is in none.
         """
         by_key = {page.key: page for page in self.pages.values()}
         inner = {page.parent for page in by_key.values()}
@@ -129,8 +128,11 @@ class Contents:
                 yield Keys(b"".join(each.key for each in path)), path
 
 
+# ------------------------------------------------------------------------------------------- the form
+
+
 def header_bytes(header: KeptHeader) -> bytes:
-    """Return what a journal begins with: a multiple of an entry's length."""
+    """Return the beginning of a journal: a multiple of an entry's length."""
     text = header.model_dump_json().encode()
     head = _HEAD.pack(_MAGIC, len(text), crc32c(text)) + text
     return head + bytes(-len(head) % ENTRY_BYTES)
@@ -149,55 +151,53 @@ def read_header(data: bytes) -> tuple[KeptHeader, int]:
         raise IntegrityError(f"it is no journal of this release: {error}") from error
 
 
-def read_journal(data: bytes) -> tuple[KeptHeader, Contents]:
-    """Return the header of a journal, and what its entries say: of a key as of a home the later one counts.
+def entry_bases(page_counts: Mapping[IndexSpace, int], start: int) -> tuple[dict[IndexSpace, int], int]:
+    """Return where the entries of each space begin, in a journal whose first one is at `start`, and where the last ones end."""
+    middle = start + page_counts[IndexSpace.FULL_COPY] * ENTRY_BYTES
+    bases = {IndexSpace.FULL_COPY: start, IndexSpace.SWA_COPY: middle}
+    return bases, middle + page_counts.get(IndexSpace.SWA_COPY, 0) * ENTRY_BYTES
 
-    What is damaged or cut off is left out. Raises IntegrityError as `read_header`.
+
+def read_journal(data: bytes) -> tuple[KeptHeader, Contents]:
+    """Return the header of a journal, and what its entries say: of two entries with one key, or one home, the later one counts.
+
+    Entries that are damaged or cut off are left out. Raises IntegrityError as `read_header`.
     """
     header, start = read_header(data)
-    contents = Contents()
-    homes = range(header.page_counts[IndexSpace.HOST]) if IndexSpace.HOST in header.page_counts else (NO_PAGE,)
+    contents, counts = Contents(), header.page_counts
+    homes = range(counts[IndexSpace.HOST]) if IndexSpace.HOST in counts else (NO_PAGE,)
     pages: list[tuple[int, Held]] = []
     ends: dict[bytes, dict[tuple[int, int], tuple[int, int]]] = {}
-    for (space, twin), entry in _entries(data, header.page_counts, start):
+    places = [(space, copy) for space in entry_bases(counts, 0)[0] for copy in range(counts.get(space, 0))]
+    for at, (space, copy) in enumerate(places):
+        entry = data[start + at * ENTRY_BYTES : start + (at + 1) * ENTRY_BYTES]
+        if not any(entry):
+            continue
         key, parent, home, digest, serial, number, count = _ENTRY.unpack_from(entry.ljust(ENTRY_BYTES))
-        if entry != _sealed(entry[: _ENTRY.size]) or (space is IndexSpace.FULL_TWIN and home not in homes):
+        if entry != _sealed(entry[: _ENTRY.size]) or (space is IndexSpace.FULL_COPY and home not in homes):
             contents.damaged += 1
-        elif space is IndexSpace.FULL_TWIN:
-            pages.append((serial, Held(space, key, (twin,), parent, home, (digest,))))
+        elif space is IndexSpace.FULL_COPY:
+            pages.append((serial, Held(space, key, (copy,), parent, home, (digest,))))
         else:
-            ends.setdefault(key, {})[number, count] = twin, digest
+            ends.setdefault(key, {})[number, count] = copy, digest
     latest: dict[bytes | int, Held] = {}
     for _, page in sorted(pages):
         latest[page.key] = latest[page.home] = page
     for _, page in sorted(pages):
         if latest[page.key] is page and (page.home == NO_PAGE or latest[page.home] is page):
-            contents.pages[page.twins[0]] = page
+            contents.pages[page.copies[0]] = page
     for key, found in ends.items():
         if sorted(found) == [(number, len(found)) for number in range(len(found))]:
-            twins, digests = zip(*(found[which] for which in sorted(found)), strict=True)
-            contents.checkpoints[key] = Held(IndexSpace.SWA_TWIN, key, twins, digests=digests)
+            copies, digests = zip(*(found[which] for which in sorted(found)), strict=True)
+            contents.checkpoints[key] = Held(IndexSpace.SWA_COPY, key, copies, digests=digests)
     return header, contents
-
-
-def _entries(data: bytes, page_counts: Mapping[IndexSpace, int], start: int) -> Iterator[tuple[Place, bytes]]:
-    """Yield every entry that is there, whole or not, with its page of twins."""
-    for space, base in entry_bases(page_counts, start)[0].items():
-        for twin in range(page_counts.get(space, 0)):
-            entry = data[base + twin * ENTRY_BYTES : base + (twin + 1) * ENTRY_BYTES]
-            if any(entry):
-                yield (space, twin), entry
-
-
-def entry_bases(page_counts: Mapping[IndexSpace, int], start: int) -> tuple[dict[IndexSpace, int], int]:
-    """Return where the entries of each space begin, in a journal whose first one is at `start`, and where the last ones end."""
-    middle = start + page_counts[IndexSpace.FULL_TWIN] * ENTRY_BYTES
-    bases = {IndexSpace.FULL_TWIN: start, IndexSpace.SWA_TWIN: middle}
-    return bases, middle + page_counts.get(IndexSpace.SWA_TWIN, 0) * ENTRY_BYTES
 
 
 def _sealed(body: bytes) -> bytes:
     return body + crc32c(body).to_bytes(4, "little")
+
+
+# ------------------------------------------------------------------------------------------- writing
 
 
 class PageDigests:
@@ -223,12 +223,12 @@ class PageDigests:
         return int(crc32c(raw_checksums(starts, lengths.astype(np.int64), MemoryKind.DRAM).tobytes()))
 
     def size_bytes(self, pages: Sequence[Place]) -> int:
-        """Return how many bytes these pages have."""
+        """Return the number of bytes of these pages."""
         return sum(region.page_bytes for space, _ in pages for region in self._of_space[space])
 
 
-class TwinJournal:
-    """Writes a journal. Watches twins. Called from the event loop's thread only."""
+class KeptJournal:
+    """Writes a journal. Watches host copies. Called from the event loop's thread only."""
 
     def __init__(self, path: Path, header: KeptHeader, digest: PageDigests, contents: Contents) -> None:
         """Begin a journal that says `contents`, in place of the one before. Where it cannot be made there is none."""
@@ -236,7 +236,7 @@ class TwinJournal:
         self._serial = 0
         self._written: set[Place] = set()
         self._arriving: dict[Place, Held] = {}
-        """What is being read, or will be, by each of its pages of twins."""
+        """Pages that are being read, or will be, by each of their host copies."""
         self._queue: list[Held] = []
         self._reading: asyncio.Task[None] | None = None
         self._map: mmap.mmap | None = None
@@ -244,7 +244,10 @@ class TwinJournal:
         self._bases, length_bytes = entry_bases(header.page_counts, len(head))
         try:
             fresh.unlink(missing_ok=True)
-            self._map = _new_file(fresh, length_bytes)
+            descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)):
+                os.posix_fallocate(descriptor, 0, length_bytes)  # else a write after memory ran out would be a SIGBUS
+                self._map = mmap.mmap(descriptor, length_bytes)
             self._map[: len(head)] = head
             for held in (*contents.pages.values(), *contents.checkpoints.values()):
                 self._write(held)
@@ -256,28 +259,28 @@ class TwinJournal:
                 path.unlink(missing_ok=True)
 
     def added(self, keys: Keys, start: int, pages: Pages) -> None:
-        """Take in pages of twins, and their homes: they are written down when they have been read."""
-        twins = pages[IndexSpace.FULL_TWIN].tolist()
-        homes = pages[IndexSpace.HOST].tolist() if IndexSpace.HOST in pages else [NO_PAGE] * len(twins)
+        """Take in host copies and their homes, which are written down when they have been read."""
+        copies = pages[IndexSpace.FULL_COPY].tolist()
+        homes = pages[IndexSpace.HOST].tolist() if IndexSpace.HOST in pages else [NO_PAGE] * len(copies)
         self._arrive(
-            Held(IndexSpace.FULL_TWIN, bytes(keys[at]), (twin,), bytes(keys[at - 1]) if at else FIRST, home)
-            for at, (twin, home) in enumerate(zip(twins, homes, strict=True), start)
+            Held(IndexSpace.FULL_COPY, bytes(keys[at]), (copy,), bytes(keys[at - 1]) if at else FIRST, home)
+            for at, (copy, home) in enumerate(zip(copies, homes, strict=True), start)
         )
 
     def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
         """Take in the pages of a checkpoint likewise."""
-        self._arrive([Held(IndexSpace.SWA_TWIN, bytes(key), tuple(pages.tolist()))])
+        self._arrive([Held(IndexSpace.SWA_COPY, bytes(key), tuple(pages.tolist()))])
 
     def removed(self, pages: Pages) -> None:
-        """Wipe the entries of these twins."""
-        for place in ((space, twin) for space, twins in pages.items() for twin in twins.tolist()):
+        """Wipe the entries of these host copies."""
+        for place in ((space, copy) for space, copies in pages.items() for copy in copies.tolist()):
             self._arriving.pop(place, None)
             if place in self._written:
                 self._written.discard(place)
                 self._put(place, bytes(ENTRY_BYTES))
 
     async def finish(self, within_s: float) -> None:
-        """Write down what is still being read. What is not read within `within_s` is lost."""
+        """Write down the pages that are still being read; pages that are not read within `within_s` are lost."""
         if self._reading is not None:
             await asyncio.wait({self._reading}, timeout=within_s)
         self.close()
@@ -294,7 +297,7 @@ class TwinJournal:
                 self._arriving |= dict.fromkeys((pages[0] for pages in held.sets), held)
                 self._queue.append(held)
         if self._queue and (self._reading is None or self._reading.done()):
-            self._reading = asyncio.create_task(self._read(), name="twin digests")
+            self._reading = asyncio.create_task(self._read(), name="digests of host copies")
 
     async def _read(self) -> None:
         while self._queue:
@@ -308,7 +311,7 @@ class TwinJournal:
                         self._write(held._replace(digests=digests))
 
     def _digests(self, batch: Sequence[Held]) -> list[tuple[int, ...]]:
-        """Those of each page; none where a defect keeps a page from being read, which is in no journal then."""
+        """Return those of each page; none where a defect keeps a page from being read, which is in no journal then."""
         found: list[tuple[int, ...]] = []
         defect: Exception | None = None
         for held in batch:
@@ -331,12 +334,3 @@ class TwinJournal:
         if self._map is not None:
             at = self._bases[place[0]] + place[1] * ENTRY_BYTES
             self._map[at : at + ENTRY_BYTES] = entry
-
-
-def _new_file(path: Path, length_bytes: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, length_bytes)  # else a write after memory ran out would be a SIGBUS
-        return mmap.mmap(descriptor, length_bytes)
-    finally:
-        os.close(descriptor)

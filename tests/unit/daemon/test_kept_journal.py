@@ -11,28 +11,29 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.kept_pools import Restored, RestoredTwins
-from kvbridge.daemon.twin_journal import (
+from kvbridge.daemon.kept_journal import (
     NO_PAGE,
     Contents,
     Held,
     KeptHeader,
-    TwinJournal,
+    KeptJournal,
     entry_bases,
     read_header,
     read_journal,
 )
-from tests.unit.tier.test_twins import Bench, keys
+from kvbridge.daemon.kept_pools import Restored, RestoredCopies
+from tests.helpers.prefix_bench import PrefixBench, keys
 
 pytestmark = pytest.mark.asyncio
 
-FULL, HOST, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+FULL, HOST, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 HEADER = KeptHeader(
     incarnation="i",
     form={"layout": "l"},
     page_counts={},
 )
-PAGE_COUNTS = {FULL_TWIN: 16, SWA_TWIN: 4, HOST: 16}
+PAGES = {FULL: 8, IndexSpace.SWA: 4, FULL_COPY: 16, SWA_COPY: 4}
+PAGE_COUNTS = {FULL_COPY: 16, SWA_COPY: 4, HOST: 16}
 
 
 class Memory:
@@ -55,10 +56,16 @@ class Node:
     """A node's cache, its journal, and its memory."""
 
     def __init__(self, path: Path, memory: Memory, found: Contents | None, spaces, make) -> None:
-        self.bench, self.path, self.memory, self.spaces, self.make = Bench(spaces), path, memory, spaces, make
+        self.bench, self.path, self.memory, self.spaces, self.make = (
+            PrefixBench(PAGES | dict.fromkeys(spaces[1:], 16)),
+            path,
+            memory,
+            spaces,
+            make,
+        )
         counts = {space: count for space, count in PAGE_COUNTS.items() if space is not HOST or HOST in spaces}
-        self.journal = TwinJournal(path, HEADER.model_copy(update={"page_counts": counts}), memory, found or Contents())
-        self.bench.twins.watch(self.journal)
+        self.journal = KeptJournal(path, HEADER.model_copy(update={"page_counts": counts}), memory, found or Contents())
+        self.bench.copies.watch(self.journal)
 
     def keep(self, name: str, pages: int, **fields) -> None:
         """A prompt comes to the host."""
@@ -84,7 +91,7 @@ class Node:
         return page
 
     def say(self, page: Held) -> None:
-        """Write an entry with a right checksum over the one of this twin."""
+        """Write an entry with a right checksum over the one of this host copy."""
         data = bytearray(self.path.read_bytes())
         header, start = read_header(data)
         [(place, entry)] = page.entries(1 << 40)
@@ -116,13 +123,13 @@ async def node(made) -> Node:
     return made()
 
 
-async def restored(node: Node) -> tuple[Node, RestoredTwins]:
+async def restored(node: Node) -> tuple[Node, RestoredCopies]:
     """The process after one that was killed just now."""
     await node.written()
     found = node.found()
     after = node.make(found, node.spaces)
-    made = RestoredTwins(
-        after.bench.book, after.bench.twins, after.memory, found, Restored(), lost=after.journal.removed
+    made = RestoredCopies(
+        after.bench.book, after.bench.copies, after.memory, found, Restored(), lost=after.journal.removed
     )
     await made.run()
     after.bench.cache.check_integrity()
@@ -145,7 +152,7 @@ async def test_the_next_process_goes_on_with_prompts_and_checkpoints(made, space
     assert (back.found.restored_pages, back.found.checkpoints, back.found.lost_pages) == (7, 1, 0)
     assert (after.bench.where("a", 4), after.bench.where("b", 3)) == ((0, 4), (0, 3))
     _, got = after.bench.admit("a", 6, from_checkpoint=True)
-    assert (got.prefix_pages, len(got.checkpoint_twin)) == (4, 1)
+    assert (got.prefix_pages, len(got.checkpoint_copy)) == (4, 1)
     await after.written()
     assert after.found().pages == node.found().pages, "nothing is read and written twice"
 
@@ -153,14 +160,14 @@ async def test_the_next_process_goes_on_with_prompts_and_checkpoints(made, space
 async def test_a_page_that_holds_something_else_is_lost_with_what_follows_it(node):
     node.keep("a", 5, checkpoint=True)
     await node.written()
-    node.memory.bytes[FULL_TWIN, node.third("a").twins[0]] = 7
+    node.memory.bytes[FULL_COPY, node.third("a").copies[0]] = 7
     after, back = await restored(node)
     assert (back.found.restored_pages, back.found.checkpoints, back.found.lost_pages) == (2, 0, 3)
     assert after.bench.where("a", 5) == (0, 2)
     assert len(after.found().pages) == 2
     assert not after.found().checkpoints
     free = after.bench.book.available_pages()
-    assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
+    assert free[FULL_COPY] == after.bench.total[FULL_COPY]
 
 
 async def test_a_journal_that_finds_no_memory_is_none(node, monkeypatch):
@@ -207,7 +214,7 @@ async def test_of_two_pages_in_one_home_the_later_one_counts(made, memory):
     assert (back.found.restored_pages, back.found.lost_pages) == (4, 1)
     assert [after.bench.where(name, 2)[1] for name in ("a", "b", "c")] == [0, 2, 2]
     free = after.bench.book.available_pages()
-    assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
+    assert free[FULL_COPY] == after.bench.total[FULL_COPY]
 
 
 async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(node, monkeypatch):
@@ -227,7 +234,7 @@ async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(nod
     assert (back.found.restored_pages, back.found.refused_pages, back.found.waiting_pages) == (3, 3, 0)
     assert "IndexError: list index out of range" in back.found.refused
     free = after.bench.book.available_pages()
-    assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
+    assert free[FULL_COPY] == after.bench.total[FULL_COPY]
     await after.written()
     assert len(after.found().pages) == 3
 
