@@ -163,7 +163,7 @@ class StoreSetup(FrozenModel):
 
     type: Literal["store_setup"] = "store_setup"
     settings: Annotated[str, Field(max_length=10_000)]
-    """A section of `config.stores`, as JSON."""
+    """A section of `tier.store`, as JSON."""
     forms: Annotated[tuple[tuple[SharedRegion, ...], ...], Field(min_length=1, max_length=256)]
     """For each kind of object, all regions that its pages lie in."""
     model: Annotated[str, Field(max_length=1_000)] = ""
