@@ -7,8 +7,7 @@ times the processor time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
 from functools import cache, lru_cache
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
@@ -43,62 +42,28 @@ CONNECTIONS = 1024
 
 _url = lru_cache(4_096)(httpx.URL)
 """Most calls go to the same few URLs, and httpx spends as long on reading a URL as on an answer."""
-
-
 Params = dict[str, str | int | float | list[str]]
 
 
-class _Caller:
-    """One token, and one limit for each call: how a call is sent, and what its answer means."""
+class Client:
+    """One pool of connections for the calls of an event loop, with one token and one limit for each call."""
 
     LIMIT = ""
-    """The limit's name in errors, unless a caller gives another one."""
+    """The limit's name in errors, unless `timeout_key` gives another one."""
 
-    def __init__(self, *, timeout_s: float, token: str = "", timeout_key: str = "") -> None:
-        """`timeout_key` is the limit's name in errors."""
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        token: str = "",
+        timeout_key: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._timeout_key = timeout_key or self.LIMIT
-        self.use_token(token)
-
-    def use_token(self, token: str) -> None:
-        """Show another token from now on; empty: none."""
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-
-    @contextmanager
-    def _failures_named(self, method: str, url: str) -> Iterator[None]:
-        """Turn what httpx raises inside into what every call raises."""
-        try:
-            yield
-        except (
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            ValueError,
-        ) as error:  # the last two are of a URL that nobody can ask
-            if is_timeout(error):
-                key = f" ({self._timeout_key})" if self._timeout_key else ""
-                raise DeadlineError(f"{method} {url} was not answered within {self._timeout_s:g} s{key}") from error
-            raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
-
-    def _request(
-        self, method: str, url: str, body: BaseModel | None = None, params: Params | None = None, waits_s: float = 0.0
-    ) -> httpx.Request:
-        """Build a request. `waits_s`: how much longer than other calls the other side may take."""
-        headers, content = self._headers | _on_behalf(), None
-        if body is not None:
-            headers["Content-Type"] = "application/json"
-            # Without defaults: an older release refuses a field that it does not know only when the field matters.
-            content = body.model_dump_json(exclude_defaults=True)
-        limits = {"timeout": httpx.Timeout(self._timeout_s + waits_s).as_dict()}
-        return httpx.Request(method, _url(url), content=content, headers=headers, params=params, extensions=limits)
-
-
-class _Client(_Caller):
-    """One pool of connections for the calls of an event loop."""
-
-    def __init__(self, *, transport: httpx.AsyncBaseTransport | None = None, **more: Any) -> None:  # noqa: ANN401
-        super().__init__(**more)
         limits = httpx.Limits(max_connections=CONNECTIONS)
         self._transport = transport or AiohttpTransport(limits=limits, trust_env=False)
+        self.use_token(token)
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,39 +75,74 @@ class _Client(_Caller):
         """Close all connections."""
         await self._transport.aclose()
 
-    async def _call(self, method: str, url: str, *options: Any, **more: Any) -> httpx.Response:  # noqa: ANN401
-        """Return an answer that is no problem; options are as of `_request`."""
-        with self._failures_named(method, url):
-            response = await self._transport.handle_async_request(self._request(method, url, *options, **more))
+    def use_token(self, token: str) -> None:
+        """Show another token from now on; empty: none."""
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def ask(
+        self,
+        kind: type[AnswerT],
+        method: str,
+        url: str,
+        body: BaseModel | None = None,
+        params: Params | None = None,
+        waits_s: float = 0.0,
+    ) -> AnswerT:
+        """Return an answer as a `kind`, ProtocolError when it is none. `waits_s`: how much longer than other calls it may take."""
+        headers, content = self._headers | _on_behalf(), None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            # Without defaults: an older release refuses a field that it does not know only when the field matters.
+            content = body.model_dump_json(exclude_defaults=True)
+        limits = {"timeout": httpx.Timeout(self._timeout_s + waits_s).as_dict()}
+        try:
+            request = httpx.Request(
+                method, _url(url), content=content, headers=headers, params=params, extensions=limits
+            )
+            response = await self._transport.handle_async_request(request)
             try:
                 await response.aread()
             finally:
                 await response.aclose()
-        return _accepted(response, url)
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            ValueError,
+        ) as error:  # the last two are of a URL that nobody can ask
+            if is_timeout(error):
+                key = f" ({self._timeout_key})" if self._timeout_key else ""
+                raise DeadlineError(f"{method} {url} was not answered within {self._timeout_s:g} s{key}") from error
+            raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
+        is_readiness = response.status_code == 503 and response.headers.get("content-type", "") == "application/json"
+        if not (response.is_success or is_readiness):
+            raise error_of(response.status_code, response.content, source=url)
+        adapter: TypeAdapter[AnswerT] = _adapter(kind)  # type: ignore[arg-type]  # types are hashable
+        try:
+            return adapter.validate_json(response.content or b"null", extra="ignore")
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ProtocolError(
+                f"{url} answered something that is no {kind}: {first['loc']}: {first['msg']}"
+            ) from error
 
-    async def _ask(self, kind: type[AnswerT], method: str, url: str, *options: Any, **more: Any) -> AnswerT:  # noqa: ANN401
-        return _parsed(kind, await self._call(method, url, *options, **more), url)
 
+class BlockingClient:
+    """Calls from code without an event loop, each with a connection of its own; several threads may share one."""
 
-class BlockingClient(_Caller):
-    """Calls of any daemons or bootstraps from code without an event loop; several threads may share one."""
-
-    def __init__(self, **more: Any) -> None:  # noqa: ANN401
-        super().__init__(**more)
-        # A connection for each call: callers that call now and then have nothing to close in between.
-        self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._http.close()
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401
+        """`options` are as of `Client`."""
+        self._options = options
 
     def ask(
         self, kind: type[AnswerT], method: str, url: str, body: BaseModel | None = None, params: Params | None = None
     ) -> AnswerT:
-        """Return an answer as a `kind` of `kvbridge.api`. Raises what every call does, ProtocolError when it is none."""
-        with self._failures_named(method, url):
-            response = self._http.send(self._request(method, url, body, params))
-        return _parsed(kind, _accepted(response, url), url)
+        """Return an answer as `Client.ask` does."""
+
+        async def call() -> AnswerT:
+            async with Client(**self._options) as client:
+                return await client.ask(kind, method, url, body, params)
+
+        return asyncio.run(call())
 
 
 def _on_behalf() -> dict[str, str]:
@@ -152,26 +152,9 @@ def _on_behalf() -> dict[str, str]:
     return headers if trace is None else headers | {TRACEPARENT_HEADER: trace.traceparent}
 
 
-def _accepted(response: httpx.Response, url: str) -> httpx.Response:
-    """Return an answer that is no problem, or raise the error that it describes."""
-    is_readiness = response.status_code == 503 and response.headers.get("content-type", "") == "application/json"
-    if response.is_success or is_readiness:
-        return response
-    raise error_of(response.status_code, response.content, source=url)
-
-
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type form
     return TypeAdapter(kind)
-
-
-def _parsed(kind: type[AnswerT], response: httpx.Response, url: str) -> AnswerT:
-    adapter: TypeAdapter[AnswerT] = _adapter(kind)  # type: ignore[arg-type]  # types are hashable
-    try:
-        return adapter.validate_json(response.content, extra="ignore")
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ProtocolError(f"{url} answered something that is no {kind}: {first['loc']}: {first['msg']}") from error
 
 
 def is_timeout(error: Exception) -> bool:
@@ -188,7 +171,7 @@ def is_refused_connection(error: BaseException) -> bool:
     return cause is not None
 
 
-class DirectoryClient(_Client):
+class DirectoryClient(Client):
     """One bootstrap's endpoint."""
 
     def __init__(self, base_url: str, **more: Any) -> None:  # noqa: ANN401 - as of any client
@@ -201,36 +184,36 @@ class DirectoryClient(_Client):
     async def register(self, registration: NodeRegistration) -> Registered:
         """Announce this node; see Directory.register for what is refused."""
         url = self._node(registration.instance, registration.node)
-        answer = await self._ask(Registered, "PUT", url, registration)
+        answer = await self.ask(Registered, "PUT", url, registration)
         agree(registration.features, answer.features, us="this node", them=f"bootstrap at {self.base_url}")
         return answer
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
         """Say that this node lives. NotFoundError: register again; StaleError: another process took our place."""
-        return await self._ask(NodeView, "POST", f"{self._node(instance, node)}/heartbeat", heartbeat)
+        return await self.ask(NodeView, "POST", f"{self._node(instance, node)}/heartbeat", heartbeat)
 
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
         """Leave the directory."""
-        await self._call("DELETE", self._node(instance, node), params={"incarnation": incarnation})
+        await self.ask(type(None), "DELETE", self._node(instance, node), params={"incarnation": incarnation})
 
     async def instances(self) -> tuple[InstanceView, ...]:
         """Return the listing."""
-        return await self._ask(tuple[InstanceView, ...], "GET", f"{self.base_url}/v1/instances")
+        return await self.ask(tuple[InstanceView, ...], "GET", f"{self.base_url}/v1/instances")
 
     async def pair(self, request: PairRequest) -> Ticket:
         """Ask for a pair. The whole pairing has to end within `timeout_s`, and the request's `wait_s`."""
-        return await self._ask(Ticket, "POST", f"{self.base_url}/v1/requests", request, waits_s=request.wait_s)
+        return await self.ask(Ticket, "POST", f"{self.base_url}/v1/requests", request, waits_s=request.wait_s)
 
     async def report(self, room: int) -> PairReport:
         """Return a paired room's two ends."""
-        return await self._ask(PairReport, "GET", f"{self.base_url}/v1/requests/{room}")
+        return await self.ask(PairReport, "GET", f"{self.base_url}/v1/requests/{room}")
 
     async def cancel(self, room: int, reason: str) -> PairReport:
         """Abort a paired room on both ends."""
-        return await self._ask(PairReport, "DELETE", f"{self.base_url}/v1/requests/{room}", params={"reason": reason})
+        return await self.ask(PairReport, "DELETE", f"{self.base_url}/v1/requests/{room}", params={"reason": reason})
 
 
-class DaemonClient(_Client):
+class DaemonClient(Client):
     """The endpoints of any number of daemons that share a token. `url` is a daemon's `http_url`."""
 
     LIMIT = "timeouts.reserve_s"
@@ -238,7 +221,7 @@ class DaemonClient(_Client):
     async def _room(self, method: str, url: str, path: str, *options: Any, **more: Any) -> RoomReport:  # noqa: ANN401
         url = f"{url.rstrip('/')}/v1/requests{path}"
         try:
-            return await self._ask(RoomReport, method, url, *options, **more)
+            return await self.ask(RoomReport, method, url, *options, **more)
         except UnauthorizedError as error:
             # Passed on as it is, it would tell our own caller that its token is wrong.
             raise PeerError(f"{url} refuses our token: daemons.token_file must hold the daemons' http.token") from error
@@ -284,8 +267,8 @@ class DaemonClient(_Client):
 
     async def readiness(self, url: str) -> Readiness:
         """Return whether a daemon can admit rooms, and why not."""
-        return await self._ask(Readiness, "GET", f"{url.rstrip('/')}/ready")
+        return await self.ask(Readiness, "GET", f"{url.rstrip('/')}/ready")
 
     async def status(self, url: str) -> dict[str, Any]:
         """Return a daemon's status page."""
-        return await self._ask(dict[str, Any], "GET", f"{url.rstrip('/')}/status")
+        return await self.ask(dict[str, Any], "GET", f"{url.rstrip('/')}/status")

@@ -1,4 +1,4 @@
-"""What bootstrap is told and asked. Field names are the JSON names of the API."""
+"""Documents of bootstrap's API. Field names are the JSON names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvbridge.api.rooms import PageHashes, RoomReport
+from kvbridge.api.rooms import RoomReport, RoomRequest
 from kvbridge.core.addresses import HTTP_URL, PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
-from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
+from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import Features
 
@@ -29,10 +29,9 @@ class Load(FrozenModel):
     """Pages that a request can have now, by index space: free ones, and cached ones that nobody reads."""
     total_pages: dict[str, NonNegative] = Field(default_factory=dict)
     prefixes_kept_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """What it was given with page keys and used within so many seconds it still has, but for what never came to its end. Null: it
-    keeps no prefixes."""
+    """Prefixes used within the last so many seconds are still cached here, unless their request failed. Null: none are kept."""
     sent_bytes: Annotated[dict[Name, NonNegative], Field(max_length=256)] = Field(default_factory=dict)
-    """What this process has sent to each instance since it knows it: the sender's word for a link, which it counts in any case."""
+    """Bytes that this process has sent to each instance since it knows the instance."""
 
 
 class ControlMode(StrEnum):
@@ -46,19 +45,31 @@ class ControlMode(StrEnum):
 
 
 GROWS = ConfigDict(json_schema_extra={"additionalProperties": True})
-"""Of what a node sends by itself: fields that a later release adds are ignored."""
+"""For documents that a node sends by itself: fields that a later release adds are ignored."""
 Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(max_length=32)]
 
 
-class NodeRegistration(FrozenModel):
-    """One daemon's entry in the directory. What a later release adds to it is ignored."""
+class NodeHeartbeat(FrozenModel):
+    """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again.
+
+    What a later release adds to it is ignored.
+    """
 
     model_config = GROWS
+
+    incarnation: Name
+    ready: bool
+    reasons: Reasons = ()
+    """Why it is not ready."""
+    load: Load = Load()
+
+
+class NodeRegistration(NodeHeartbeat):
+    """One daemon's entry in the directory, and its first heartbeat. What a later release adds to it is ignored."""
 
     instance: Name
     node: Name
     role: Role
-    incarnation: Name
     http_url: HttpUrl
     engine_url: EngineUrl = ""
     control: PeerAddress | None = None
@@ -73,14 +84,11 @@ class NodeRegistration(FrozenModel):
     """The ranks that live on this node."""
     fingerprint: Name
     model_identity: ModelIdentity | None = None
-    """Which model it holds, by its `tier` section; null: it does not say."""
+    """The model that it holds, by its `tier` section; null: it does not say."""
     geometry: ModelGeometry
     host: tuple[ComponentKind, ...] = ()
     """The components that live in the node's host pool, so that their pages are counted there."""
     ready: bool = True
-    reasons: Reasons = ()
-    """Why it is not ready."""
-    load: Load = Load()
     features: Features = Features()
     """What the node has, and requires of bootstrap, for their conversation."""
 
@@ -94,20 +102,6 @@ class NodeRegistration(FrozenModel):
         if self.role is Role.PREFILL and self.control is None:
             raise ValueError("a prefill node needs `control`, or no decode node could meet it")
         return self
-
-
-class NodeHeartbeat(FrozenModel):
-    """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again.
-
-    What a later release adds to it is ignored.
-    """
-
-    model_config = GROWS
-
-    incarnation: Name
-    ready: bool
-    reasons: Reasons = ()
-    load: Load = Load()
 
 
 class NodeView(FrozenModel):
@@ -156,25 +150,11 @@ class InstanceView(FrozenModel):
     nodes: tuple[NodeView, ...]
 
 
-class PairRequest(FrozenModel):
+class PairRequest(RoomRequest):
     """Ask bootstrap for a pair of instances for one request."""
 
-    room: RoomId | None = None
-    prompt_tokens: Positive
-    max_new_tokens: NonNegative = 0
     fingerprint: str = ""
     """Only instances of this fingerprint, when several models share a directory."""
-    client: Annotated[str, Field(max_length=200)] = ""
-    wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Wait so long for pages when no pair has them free; 0: be told at once. At most `pairing.max_wait_s`."""
-    page_hashes: PageHashes = b""
-    """The keys of all whole pages of the prompt, 16 bytes each, in base64: what may be shared with other requests. Empty: nothing.
-    Instances that do not say which model they hold (`tier`) are not sent them."""
-    namespace: Namespace = ""
-    """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
-    retention: Retention | None = None
-    """How much its cached pages matter and for how long, for an agent between two calls of its tools. Null: as any others. Without
-    effect where nothing is cached, and when its namespace, or all together, have as many as they may (`tier.retained_share`)."""
 
 
 class TicketEnd(FrozenModel):
@@ -196,9 +176,9 @@ class Ticket(FrozenModel):
     expires_in_s: float
     """A prefill engine has to begin the room within so many seconds from now."""
     prefix_tokens: NonNegative = 0
-    """How much of the prompt decode held when it admitted the room, by its own word: it is not sent."""
+    """Prompt tokens that decode held when it admitted the room, as it says: they are not sent."""
     computed_tokens: NonNegative = 0
-    """How much of it prefill held then, by its own word: its engine starts no later than there."""
+    """Prompt tokens that prefill held then, as it says: its engine starts no later than there."""
 
     def after(self, seconds: float) -> Self:
         """Return the ticket as it is so much later."""

@@ -57,29 +57,34 @@ PageHashes = Annotated[
 """Page keys (`kvbridge.tier.keys`), 16 bytes each, one for each whole page of the prompt in its order; in JSON as base64."""
 
 
-class AdmissionRequest(FrozenModel):
-    """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
+class RoomRequest(FrozenModel):
+    """One request that needs a room."""
 
     room: RoomId | None = None
-    """None lets the daemon draw one."""
-    generation: Positive = 1
+    """Null: whoever is asked draws one."""
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
-    prefill: Annotated[tuple[PeerAddress, ...], Field(max_length=MAX_INSTANCE_NODES)] = ()
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Wait so long for pages when they are not free; 0: be told at once. At most `admission.max_wait_s`."""
-    begin_within_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """A prefill engine begins the room within so many seconds of its admission, or it ends: what is left of its ticket.
-    Null: `timeouts.begin_s` of the prefill daemon."""
+    """Wait this long for pages when they are not free; 0: do not wait. `admission.max_wait_s` and `pairing.max_wait_s` bound it."""
     page_hashes: PageHashes = b""
     """The keys of all whole pages of the prompt, 16 bytes each, in base64: what may be shared with other requests. Empty: nothing.
-    A node whose `tier` is off does without them."""
+    A node whose `tier` is off does without them, and bootstrap does not send them to such a node."""
     namespace: Namespace = ""
     """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
     retention: Retention | None = None
     """How much its cached pages matter and for how long, for an agent between two calls of its tools. Null: as any others. Without
     effect where nothing is cached, and when its namespace, or all together, have as many as they may (`tier.retained_share`)."""
+
+
+class AdmissionRequest(RoomRequest):
+    """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
+
+    generation: Positive = 1
+    prefill: Annotated[tuple[PeerAddress, ...], Field(max_length=MAX_INSTANCE_NODES)] = ()
+    begin_within_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """A prefill engine begins the room within this time from its admission, or the room ends: what is left of its ticket.
+    Null: `timeouts.begin_s` of the prefill daemon."""
 
 
 class RoomReport(FrozenModel):

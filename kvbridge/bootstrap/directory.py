@@ -1,7 +1,7 @@
-"""Who is there: the nodes that announced themselves, and the instances that they make up.
+"""The directory: the nodes that announced themselves, and the instances that they make up.
 
-Every decision is made on what the store just said and takes effect only if that is still so. The worst that an old answer leads
-to is a refused reservation: the daemons decide.
+Every decision is made on an answer of the store, and takes effect only if that answer is still true. The worst that an old answer
+leads to is a refused reservation: the daemons decide.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
-from typing import Protocol
 
 import structlog
 
+from kvbridge.api.client import DaemonClient
 from kvbridge.api.directory import InstanceView, NodeHeartbeat, NodeRegistration, NodeView, Registered
 from kvbridge.bootstrap.nodes import (
     Instance,
@@ -23,11 +23,10 @@ from kvbridge.bootstrap.nodes import (
     check_agreement,
     check_registration,
     incompatible,
-    node_view,
     succeed,
     ways_of,
 )
-from kvbridge.bootstrap.stores.base import NodeStore
+from kvbridge.bootstrap.stores.base import Store
 from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.features import FEATURES, agree
@@ -37,32 +36,17 @@ log = structlog.get_logger(__name__)
 
 REGISTER_ATTEMPTS = 16
 """Registrations of one instance that may come in between, one after another, before a node is told to come again."""
-
-
 FREEST = 16
-"""Of each role, so many instances that have the most free pages are remembered."""
-
-
-class DaemonsPort(Protocol):
-    """The endpoints of all daemons, by URL."""
-
-    async def incarnation(self, url: str) -> str:
-        """Return the incarnation of the daemon that answers there, empty when nobody listens.
-
-        Raises BridgeError when that stays open.
-        """
+"""Instances of each role that are remembered as those with the most free pages."""
 
 
 class Directory:
     """The nodes that are alive, by instance. Every method raises NotReadyError when the store cannot be asked now."""
 
     def __init__(
-        self, store: NodeStore, daemons: DaemonsPort, *, probe_s: float = 1.0, chance: random.Random | None = None
+        self, store: Store, daemons: DaemonClient, *, probe_s: float = 1.0, chance: random.Random | None = None
     ) -> None:
-        """`probe_s`: a daemon whose name another process claims has so long to say that it is still there.
-
-        `chance` is what instances are drawn by.
-        """
+        """`probe_s`: a daemon whose name another process claims has this time to say that it is still there. `chance` draws."""
         self._store = store
         self._daemons = daemons
         self._probe_s = probe_s
@@ -84,8 +68,8 @@ class Directory:
         agree(FEATURES, registration.features, us="this bootstrap", them=who)
         check_registration(registration)
         for _ in range(REGISTER_ATTEMPTS):
-            found = await self._store.of_instance(registration.instance)
-            others = {record.key: record for record in found.records}
+            version, records = await self._store.of_instance(registration.instance)
+            others = {record.entry.key: record for record in records}
             known = others.pop((registration.instance, registration.node), None)
             for record in others.values():
                 check_agreement(registration, record.registration)
@@ -95,9 +79,9 @@ class Directory:
                     "put more ranks on a node"
                 )
             entry = succeed(known.entry if known else None, registration)
-            if known is not None and known.incarnation != registration.incarnation:
+            if known is not None and known.registration.incarnation != registration.incarnation:
                 await self._require_gone(known)
-            if await self._store.put(entry, version=found.version):
+            if await self._store.put(entry, version=version):
                 if known is None or entry.epoch != known.entry.epoch:
                     log.info(
                         "node_registered",
@@ -108,7 +92,7 @@ class Directory:
                         url=registration.http_url,
                     )
                 self._learn(registration)
-                view = node_view(NodeRecord(entry, entry.beat, silent_s=0.0))
+                view = NodeRecord(entry, entry.beat, silent_s=0.0).view()
                 return Registered(**dict(view), features=FEATURES)
         raise NotReadyError(
             f"{who} could not be registered: other nodes of the instance came in between {REGISTER_ATTEMPTS} times; register again"
@@ -142,7 +126,7 @@ class Directory:
         Raises NotFoundError when the node must register (again), StaleError when another incarnation took its place.
         """
         record = await self._store.beat((instance, node), heartbeat)
-        return node_view(_owned(record, instance, node, heartbeat.incarnation))
+        return _owned(record, instance, node, heartbeat.incarnation).view()
 
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
         """Take a node off at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
@@ -187,7 +171,7 @@ class Directory:
         return by_instance(await self._store.look([key for name in drawn for key in self._keys.get(name, ())]))
 
     def freest(self, fingerprint: str = "") -> Sequence[str]:
-        """Return who had the most free pages, of both roles, when all instances were looked at last, as the overview does."""
+        """Return the instances of both roles that had the most free pages when the overview looked at all instances last."""
         return self._freest.get(fingerprint, ())
 
     async def listing(self) -> tuple[InstanceView, ...]:
@@ -201,7 +185,7 @@ class Directory:
 
         Without it every request between two heartbeats would go to the same, least busy instance.
         """
-        await self._store.charge({key: counts for instance, counts in pages for key in instance.keys})
+        await self._store.charge({record.entry.key: counts for instance, counts in pages for record in instance.nodes})
 
 
 def _freest(instances: Iterable[Instance]) -> dict[str, list[str]]:
@@ -239,9 +223,9 @@ def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:
 def _owned(record: NodeRecord | None, instance: str, node: str, incarnation: str) -> NodeRecord:
     if record is None:
         raise NotFoundError(f"node '{node}' of instance '{instance}' is not registered (any more): register again")
-    if record.incarnation != incarnation:
+    if record.registration.incarnation != incarnation:
         raise StaleError(
-            f"node '{node}' of instance '{instance}' is now incarnation {record.incarnation} at "
+            f"node '{node}' of instance '{instance}' is now incarnation {record.registration.incarnation} at "
             f"{record.registration.http_url}, not {incarnation}: "
             "two processes use one name, or this one was replaced"
         )

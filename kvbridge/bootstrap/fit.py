@@ -1,36 +1,47 @@
-"""Which pair of instances suits a request: a pure choice.
+"""The pair of instances that suits a request.
 
 An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
-full. Cached pages that nobody reads count as left. One that is likely to hold the beginning of the prompt (`prefixes.py`) gets half
-of the share that it holds on top: to hold all of it is worth half a pool that is free, and never one that looks full. The best pair
-has the largest sum of both; equal ones go by fewer rooms, then by name. Each of these is a sum, or an order, of one part for each
-side: the best pair is the best prefill with the best decode instance, and nobody has to look at all pairs.
+full. Cached pages that nobody reads count as left. An instance that is likely to hold the beginning of the prompt (`prefixes.py`)
+gets half of the share that it holds on top: to hold all of it is worth half a free pool, and never a pool that looks full. The best
+pair has the largest sum of both; equal pairs go by fewer rooms, then by name. Each of these is a sum, or an order, of one part for
+each side: the best pair is the best prefill with the best decode instance, and nobody has to look at all pairs.
 
-What the directory knows is as old as a heartbeat, and what was charged since is a guess. So a pair that looks full is offered too,
-after all others: the daemons decide.
+A few instances of each role are drawn at random, and the best pair of those is as good as the best of all, or better. What is known
+is as old as a heartbeat, so taking the best of all would send everybody to the same instances, and a fleet that is filled quite
+evenly has place for a very long prompt nowhere (`docs/performance.md` has the figures). When no drawn pair has place, more are
+drawn, together with the instances that had the most free pages lately. A pair that looks full is offered too, after all others: the
+daemons decide.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from kvbridge.api.directory import Load, NodeRegistration, PairRequest
-from kvbridge.bootstrap.nodes import Instance, Way, mismatch
+from kvbridge.api.directory import NodeRegistration, PairRequest, Ticket
+from kvbridge.bootstrap.directory import Directory
+from kvbridge.bootstrap.nodes import Instance, NodeRecord, Way, mismatch
+from kvbridge.bootstrap.prefixes import guess_held_pages, holders, judge, keeps_prefixes, noted_keys
+from kvbridge.bootstrap.stores.base import Store
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.errors import BridgeError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import Role
+from kvbridge.telemetry.facts import PrefixGuessed
+from kvbridge.tier.keys import Keys
 
 Pages = dict[str, int]
 """Pages by index space."""
 
 HELD_WEIGHT = 0.5
-"""What it is worth to hold a whole prompt, in shares of a pool that is free."""
+"""The worth of holding a whole prompt, in shares of a free pool."""
 SHOWN = 8
 """Instances that are named in a refusal."""
+DRAWN: Final = (5, 64)
+"""Instances of each role that are drawn for a request: at first, and with the freest ones when no pair of those has place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +51,7 @@ class Candidate:
     prefill: Instance
     decode: Instance
     demands: dict[str, Pages]
-    """What the request needs on each node, by the name of its instance."""
+    """Pages that the request needs on each node, by the name of its instance."""
     looks_full: bool
     """Whether one of them has no room for it by the directory's knowledge."""
 
@@ -52,7 +63,7 @@ class Candidate:
 
 
 class _Option(NamedTuple):
-    """One instance for one request. The smaller of two is better: fields come in the order of preference, and names differ."""
+    """One instance for one request. The smaller of two is better: fields stand in the order of preference, and names differ."""
 
     looks_full: bool
     cost: float
@@ -69,7 +80,7 @@ class Ranking:
     def __init__(
         self, instances: Iterable[Instance], request: PairRequest, held: Mapping[str, float] | None = None
     ) -> None:
-        """Find out how well each instance suits the request. `held`: which share of its prompt an instance is likely to hold.
+        """Rate each instance for the request. `held`: the share of its prompt that an instance is likely to hold.
 
         Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
         hold the same model, InvalidInputError when the request is larger than every pool.
@@ -135,12 +146,12 @@ def _option(
     needed: Pages = {}
     share = 1.0
     for record in instance.nodes:
-        entry, load = record.entry, record.beat.load
+        entry = record.entry
         if (found := known.get(entry.kind)) is None:
             found = known[entry.kind] = demand(entry.registration, request)
         needed = found
-        share = min(share, free_share(load, needed, record.charged_pages))
-        if share < 0 and any(0 < load.total_pages.get(space, 0) < count for space, count in needed.items()):
+        share = min(share, _share_left(record, needed))
+        if share < 0 and any(0 < record.beat.load.total_pages.get(space, 0) < count for space, count in needed.items()):
             return None  # it does not only look full
     return _Option(share < 0, -share - HELD_WEIGHT * held, instance.rooms, instance.name, instance, needed)
 
@@ -157,18 +168,16 @@ def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
     return {space.value: count for space, count in pages.items()}
 
 
-def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
-    """Return the share of the scarcest pool that the request would leave, after what was `charged`; negative: it looks full.
+def _share_left(record: NodeRecord, needed: Pages) -> float:
+    """Return the share of the scarcest pool that the request would leave; negative: the node looks full.
 
     Pools that a node does not report, or reports as empty of pages altogether, set no limit here.
     """
-    least = math.inf
-    totals, available = load.total_pages, load.available_pages
-    for space, count in needed.items():
-        if total := totals.get(space, 0):
-            share = (available.get(space, 0) - charged.get(space, 0) - count) / total
-            least = min(least, share)
-    return 1.0 if least == math.inf else least
+    totals = record.beat.load.total_pages
+    shares = (
+        (record.free_pages(space) - count) / totals[space] for space, count in needed.items() if totals.get(space)
+    )
+    return min(shares, default=1.0)
 
 
 def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) -> list[Instance]:
@@ -194,7 +203,7 @@ def _no_pair(prefill: list[Instance], decode: list[Instance], request: PairReque
             f"the pools of every pair of instances ({_names(matching)}): enlarge pools.* or shorten the request"
         )
     errors = [mismatch(instance, decode) for instance in prefill[:SHOWN]]
-    # Whoever only cannot meet is nearer to a pair than who holds something else.
+    # An instance that only cannot meet is nearer to a pair than one that holds another model.
     return next((error for error in errors if isinstance(error, NotReadyError)), errors[0])
 
 
@@ -205,3 +214,65 @@ def _ways(instances: Iterable[Instance]) -> set[Way]:
 def _names(instances: list[Instance]) -> str:
     shown = ", ".join(f"'{instance.name}'" for instance in instances[:SHOWN])
     return shown if len(instances) <= SHOWN else f"{shown} and {len(instances) - SHOWN} more"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The instances that were looked at for one request."""
+
+    instances: tuple[Instance, ...]
+    guessed: dict[str, int]
+    """Pages of the prompt that they are likely to hold, by name."""
+    ranking: Ranking
+
+    def judged(self, ticket: Ticket) -> Iterator[PrefixGuessed]:
+        """Return what became of the guesses, as both ends say."""
+        ends = (
+            (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
+            (Role.DECODE, ticket.decode, ticket.prefix_tokens),
+        )
+        for role, end, held_tokens in ends:
+            of_role = (instance.name for instance in self.instances if instance.role is role)
+            yield PrefixGuessed(role=role.value, guess=judge(end.instance, held_tokens, self.guessed, of_role).value)
+
+
+class Looks:
+    """Draws candidates for requests."""
+
+    def __init__(self, directory: Directory, rooms: Store) -> None:
+        self._directory = directory
+        self._rooms = rooms
+        self._whole = asyncio.Lock()
+        """Held while all instances are looked at: a large fleet takes so long that heartbeats have to come in between."""
+
+    async def look(self, request: PairRequest, keys: Keys) -> Look:
+        """Return instances of which two are a pair for the request. Raises as `Ranking` when no two of all are."""
+        found: Look | None = None
+        for count, names in zip(DRAWN, ((), self._directory.freest(request.fingerprint)), strict=True):
+            drawn = await self._directory.draw(count, request.fingerprint, names)
+            instances, guessed = await self._guess(request, keys, drawn)
+            with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
+                found = _ranked(request, keys, instances, guessed)
+                if not found.ranking.looks_full:
+                    break
+        if found is not None:
+            return found
+        async with self._whole:
+            return _ranked(request, keys, *await self._guess(request, keys, await self._directory.instances()))
+
+    async def _guess(
+        self, request: PairRequest, keys: Keys, instances: tuple[Instance, ...]
+    ) -> tuple[tuple[Instance, ...], dict[str, int]]:
+        """Return `instances` with those that may hold the prompt, and the pages of it that each is likely to hold, by name."""
+        if not (keys and any(map(keeps_prefixes, instances))):
+            return instances, {}
+        notes = await self._rooms.noted(noted_keys(keys, request.namespace))
+        known = {instance.name for instance in instances}
+        if others := [name for name in holders(notes) if name not in known]:
+            instances = (*instances, *await self._directory.draw(0, names=others))
+        return instances, guess_held_pages(instances, notes, len(keys))
+
+
+def _ranked(request: PairRequest, keys: Keys, instances: tuple[Instance, ...], guessed: dict[str, int]) -> Look:
+    shares = {name: pages / len(keys) for name, pages in guessed.items()}
+    return Look(instances, guessed, Ranking(instances, request, shares))

@@ -1,4 +1,4 @@
-"""What the directory knows of a node and of an instance, and when a registration contradicts itself or its neighbours."""
+"""Nodes and instances as the directory knows them, and when a registration contradicts itself or its neighbours."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import count
 from kvbridge.api.directory import (
     ControlMode,
     InstanceView,
-    Load,
     Name,
     NodeHeartbeat,
     NodeRegistration,
     NodeView,
+    TicketEnd,
 )
 from kvbridge.core.errors import (
     BridgeError,
@@ -47,7 +47,7 @@ class NodeEntry(FrozenModel):
 
     @property
     def key(self) -> NodeKey:
-        """What the entry is stored under."""
+        """The key that the entry is stored under."""
         return self.registration.instance, self.registration.node
 
     @cached_property
@@ -63,7 +63,7 @@ class NodeEntry(FrozenModel):
 
     @property
     def beat(self) -> NodeHeartbeat:
-        """What the node said of itself when it registered."""
+        """The node's load when it registered."""
         return self.registration.heartbeat
 
 
@@ -72,38 +72,41 @@ class NodeRecord:
     """One node as a store knows it at the moment of the call."""
 
     entry: NodeEntry
+    """`ready` and `load` of its registration are old; those of `beat` are not."""
     beat: NodeHeartbeat
-    """What it last said of itself."""
     silent_s: float
-    """Seconds since then, on the store's clock."""
+    """Seconds since the heartbeat, on the store's clock."""
     charged_pages: Mapping[str, int] = field(default_factory=dict)
     """Pages by index space that were given to rooms since then."""
     charged_rooms: int = 0
 
     @property
-    def key(self) -> NodeKey:
-        """(instance, node)."""
-        return self.entry.key
-
-    @property
     def registration(self) -> NodeRegistration:
-        """What the node registered; its `ready` and `load` are old, the record's own are not."""
+        """The node's own description."""
         return self.entry.registration
 
-    @property
-    def load(self) -> Load:
-        """As it last said, less what was charged since."""
-        load = self.beat.load
-        if not self.charged_rooms:
-            return load
-        charged = self.charged_pages
-        available = {space: max(0, count - charged.get(space, 0)) for space, count in load.available_pages.items()}
-        return load.model_copy(update={"available_pages": available, "rooms": load.rooms + self.charged_rooms})
+    def free_pages(self, space: str) -> int:
+        """Return the available pages of a space less those charged since; negative when more were charged."""
+        return self.beat.load.available_pages.get(space, 0) - self.charged_pages.get(space, 0)
 
-    @property
-    def incarnation(self) -> str:
-        """The process that holds the name."""
-        return self.entry.registration.incarnation
+    def view(self) -> NodeView:
+        """Return what operators, and the node itself, see of a node. Charges count as used."""
+        of, load = self.registration, self.beat.load
+        if self.charged_rooms:
+            free = {space: max(0, self.free_pages(space)) for space in load.available_pages}
+            load = load.model_copy(update={"available_pages": free, "rooms": load.rooms + self.charged_rooms})
+        return NodeView(
+            node=of.node,
+            http_url=of.http_url,
+            engine_url=of.engine_url,
+            control_endpoint=of.control.endpoint if of.control else "",
+            incarnation=of.incarnation,
+            epoch=self.entry.epoch,
+            ranks=of.ranks,
+            ready=self.beat.ready,
+            load=load,
+            silent_s=self.silent_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ class Instance:
 
     @property
     def role(self) -> Role:
-        """What the instance does."""
+        """The role of all its nodes."""
         return self.first.role
 
     @property
@@ -126,19 +129,9 @@ class Instance:
         return self.first.fingerprint
 
     @property
-    def meets_by(self) -> frozenset[ControlMode]:
-        """How its nodes and those of the other role can meet."""
-        return frozenset(self.first.meets_by)
-
-    @property
     def ways(self) -> tuple[Way, ...]:
         """See `ways_of`."""
         return self.nodes[0].entry.ways
-
-    @property
-    def keys(self) -> tuple[NodeKey, ...]:
-        """The keys of all nodes, in the order of their names."""
-        return tuple(record.key for record in self.nodes)
 
     @property
     def rooms(self) -> int:
@@ -149,21 +142,21 @@ class Instance:
     def free_share(self) -> float:
         """The share of the scarcest pool that is free on any of its nodes."""
         return min(
-            (record.beat.load.available_pages.get(space, 0) - record.charged_pages.get(space, 0)) / total
+            record.free_pages(space) / total
             for record in self.nodes
             for space, total in (record.beat.load.total_pages or {"": 1}).items()
             if total
         )
 
     @property
-    def http_urls(self) -> tuple[str, ...]:
-        """The endpoints of all nodes, in the order of their names."""
-        return tuple(record.registration.http_url for record in self.nodes)
-
-    @property
-    def engine_urls(self) -> tuple[str, ...]:
-        """Where its engines answer, as far as its nodes tell."""
-        return tuple(record.registration.engine_url for record in self.nodes if record.registration.engine_url)
+    def end(self) -> TicketEnd:
+        """Its side of a ticket."""
+        registrations = [record.registration for record in self.nodes]
+        return TicketEnd(
+            instance=self.name,
+            http_urls=tuple(of.http_url for of in registrations),
+            engine_urls=tuple(of.engine_url for of in registrations if of.engine_url),
+        )
 
     @property
     def ready(self) -> bool:
@@ -175,23 +168,21 @@ class Instance:
             ranks += len(record.registration.ranks)  # no two nodes have the same one
         return ranks == self.first.pp_size * self.first.tp_size
 
-    def _here(self) -> set[Rank]:
-        return {rank for record in self.nodes for rank in record.registration.ranks}
-
     @property
     def missing(self) -> int:
         """How many ranks no live node has."""
-        return self.first.pp_size * self.first.tp_size - len(self._here())
+        return self.first.pp_size * self.first.tp_size - sum(len(record.registration.ranks) for record in self.nodes)
 
     def reasons(self) -> tuple[str, ...]:
         """Return why no request may be sent here now; empty when it is ready."""
         found = []
-        if missing := self.missing:
-            # One by one: how many there are is a registration's word.
-            here, tp_size = self._here(), self.first.tp_size
+        if self.missing:
+            # One by one: how many ranks there are is a registration's word.
+            here = {rank for record in self.nodes for rank in record.registration.ranks}
+            tp_size = self.first.tp_size
             places = (Rank(pp=number // tp_size, tp=number % tp_size) for number in count())
             first = next(rank for rank in places if rank not in here)
-            found.append(f"{missing} of its ranks are missing, first {first}")
+            found.append(f"{self.missing} of its ranks are missing, first {first}")
         for record in self.nodes:
             if not record.beat.ready:
                 why = f": {'; '.join(record.beat.reasons)}" if record.beat.reasons else ""
@@ -209,23 +200,23 @@ class Instance:
             tokens_per_page=self.first.geometry.tokens_per_page,
             pp_size=self.first.pp_size,
             tp_size=self.first.tp_size,
-            meets_by=tuple(sorted(self.meets_by)),
+            meets_by=tuple(sorted(set(self.first.meets_by))),
             complete=not self.missing,
             ready=self.ready and not unmatched,
             reasons=(*self.reasons(), unmatched) if unmatched else self.reasons(),
-            nodes=tuple(node_view(record) for record in self.nodes),
+            nodes=tuple(record.view() for record in self.nodes),
         )
 
 
 Way = tuple[str, str, tuple[str, str] | None]
-"""The form of the model, how nodes meet, name and revision of the model that is held. Plain strings, whose hashes are quick."""
+"""Fingerprint of the model, how nodes meet, name and revision of the weights. Plain strings, whose hashes are quick."""
 
 
 def ways_of(of: NodeRegistration | InstanceView) -> tuple[Way, ...]:
     """Return the ways to be one of a pair: two instances of both roles can be paired if they have one in common.
 
-    A decode instance that does not say which model it holds takes pages of any: every prefill instance has that way, too. One that
-    says it takes those of its own (`identity_conflict`).
+    A decode instance that does not say which model it holds takes pages of any: every prefill instance has that way, too. A decode
+    instance that says it takes pages of its own model (`identity_conflict`).
     """
     model = of.model_identity
     own = (model.name, model.revision) if model else None
@@ -236,9 +227,9 @@ def ways_of(of: NodeRegistration | InstanceView) -> tuple[Way, ...]:
 MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
 
 
-def modes_text(of: Instance | NodeRegistration) -> str:
-    """Return how an instance or a node meets others, in words."""
-    return " or ".join(sorted(of.meets_by))
+def modes_text(*registrations: NodeRegistration) -> str:
+    """Return how nodes meet others, in words."""
+    return " or ".join(sorted({mode for of in registrations for mode in of.meets_by}))
 
 
 def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
@@ -272,9 +263,9 @@ def mismatch(ours: Instance, others: Sequence[Instance]) -> BridgeError:
     ]
     if all(conflicts):
         return FingerprintMismatchError(f"no {role} instance holds the weights of {name}: {conflicts[0]}")
-    modes = " or ".join(sorted({mode for one in of_model for mode in one.meets_by}))
+    modes = modes_text(*(one.first for one in of_model))
     return NotReadyError(
-        f"{name} meets others by {modes_text(ours)}, {role} instances of its model by {modes}: {MODES_REMEDY}"
+        f"{name} meets others by {modes_text(ours.first)}, {role} instances of its model by {modes}: {MODES_REMEDY}"
     )
 
 
@@ -287,23 +278,6 @@ def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
         if len(nodes) > 1:
             nodes.sort(key=lambda record: record.entry.registration.node)
     return tuple(Instance(name, tuple(nodes), nodes[0].registration) for name, nodes in sorted(grouped.items()))
-
-
-def node_view(record: NodeRecord) -> NodeView:
-    """Return what operators, and the node itself, see of a node."""
-    registration = record.registration
-    return NodeView(
-        node=registration.node,
-        http_url=registration.http_url,
-        engine_url=registration.engine_url,
-        control_endpoint=registration.control.endpoint if registration.control else "",
-        incarnation=registration.incarnation,
-        epoch=record.entry.epoch,
-        ranks=registration.ranks,
-        ready=record.beat.ready,
-        load=record.load,
-        silent_s=record.silent_s,
-    )
 
 
 def succeed(known: NodeEntry | None, registration: NodeRegistration) -> NodeEntry:

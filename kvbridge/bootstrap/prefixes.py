@@ -1,8 +1,8 @@
-"""Which instances may hold the beginning of a prompt: what bootstrap remembers of its pairings, as far as nodes say that it lasts.
+"""Instances that may hold the beginning of a prompt: bootstrap notes its pairings, and nodes say how long prefixes stay.
 
-Nobody tells of single pages: a node of a million of them says in each heartbeat for how long what it was given stays, one number,
-and a note that is younger is believed. It is a guess all the same: rooms fail, engines die, and rooms that were admitted without
-bootstrap are not noted. So it only orders instances, and a wrong guess costs what a request without one does.
+Nobody tells of single pages: a node of a million pages says in each heartbeat for how long it keeps what it was given, one number,
+and bootstrap believes a younger note. The result is a guess: rooms fail, engines die, and rooms that were admitted without
+bootstrap are not noted. So the guess only orders instances, and a wrong guess costs what a request without one does.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ HOLDERS: Final = 16
 """Instances that are looked at because they may hold the beginning of a prompt."""
 
 Notes = Mapping[str, float]
-"""Who was given a prompt that begins so: seconds ago, by instance."""
+"""Instances that were given a prompt that begins so, and how many seconds ago."""
 
 
 class Guess(StrEnum):
-    """What became of the guess where the beginning of a prompt is, for one side of a pair."""
+    """How the guess where the beginning of a prompt is turned out, for one side of a pair."""
 
     NONE = "none"
     """Nobody was thought to hold any of it."""
     PASSED_OVER = "passed_over"
-    """Somebody was, but another instance was so much emptier, or the first could not take the room."""
+    """An instance was, but another one was so much emptier, or the first could not take the room."""
     RIGHT = "right"
     """It went to an instance that was thought to hold some of it, and does."""
     STALE = "stale"
@@ -90,7 +90,7 @@ def guess_held_pages(instances: Iterable[Instance], notes: Sequence[Notes], page
 
 
 def judge(chosen: str, held_tokens: int, guessed: Mapping[str, int], of_role: Iterable[str]) -> Guess:
-    """Return what became of a guess: `held_tokens` is the word of the `chosen` instance, `of_role` are all that could have been."""
+    """Return how a guess turned out. `held_tokens` is the word of the `chosen` instance; `of_role` could have been chosen."""
     if chosen in guessed:
         return Guess.RIGHT if held_tokens else Guess.STALE
     return Guess.PASSED_OVER if any(name in guessed for name in of_role) else Guess.NONE

@@ -23,7 +23,7 @@ from kvbridge.core.errors import (
 log = structlog.get_logger(__name__)
 
 CHANGE_PAUSE_S = 0.2
-"""News is told at most so often, whatever happens on the node."""
+"""Seconds at least between two heartbeats, whatever happens on the node."""
 CHANGE_SHARE = 8
 """A pool is news when its available pages have changed by this part (1/n) of what was, or is, available."""
 
@@ -40,7 +40,7 @@ def is_significant(told: Load, now: Load) -> bool:
 class Announcer:
     """Keeps a daemon's entry in the directory fresh. A directory that is away is asked again at the next interval.
 
-    When it has several replicas, one is talked to until it does not answer; then the next one is, without waiting.
+    The daemon talks to one replica of the directory until that does not answer, and then to the next one without waiting.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Announcer:
         self.problem = "not registered at bootstrap yet"
         """Why the entry is not fresh; empty when it is."""
         self.refusal = ""
-        """Why the directory would not have this node when it was heard last; empty when it has it."""
+        """Why the directory refused this node in its last answer; empty when it has the node."""
         self._replaced = False
-        """Whether that is because another process has the name now."""
+        """Whether it refused because another process has the name now."""
 
     @property
     def state(self) -> RegistrationState:
@@ -103,14 +103,11 @@ class Announcer:
             self._changed.clear()
 
     def changed(self) -> None:
-        """The daemon became ready, or stopped being it: do not wait for the next interval."""
+        """Send a heartbeat soon: the daemon became ready, or stopped being it."""
         self._changed.set()
 
     def look(self) -> None:
-        """Compare the load with what was told last, and do not wait for the next interval when it is news.
-
-        Call it often. While the directory does not answer nothing is news.
-        """
+        """Send a heartbeat soon when the load is news. Call it often. While the directory does not answer nothing is news."""
         if not self.problem and is_significant(self._told, self._load()):
             self._changed.set()
 
@@ -118,39 +115,34 @@ class Announcer:
         """Send one registration or heartbeat."""
         async with self._calling:
             if not self._left:
-                await self._beat()
+                await self._beat(self._replicas[self._turn])
 
-    async def _beat(self) -> None:
-        entry = self._registration()
-        registers = self._outdated
+    async def _beat(self, directory: DirectoryClient) -> None:
+        entry, registers = self._registration(), self._outdated
         try:
             if registers:
-                await self._client.register(entry)
+                await directory.register(entry)
                 self._registered, self._outdated = True, False
-                log.info("registered", url=self._client.base_url)
+                log.info("registered", url=directory.base_url)
             else:
-                await self._client.heartbeat(entry.instance, entry.node, entry.heartbeat)
-            self._told = entry.load
+                await directory.heartbeat(entry.instance, entry.node, entry.heartbeat)
+            self._told, self._failures = entry.load, 0
             self.problem = self.refusal = ""
-            self._failures = 0
         except NotFoundError as error:
             if registers:
-                self._replaced = False
-                self._refused(f"{self._client.base_url} is no bootstrap (bootstrap.url): {error}", error.code)
+                self._refused(f"{directory.base_url} is no bootstrap (bootstrap.url): {error}", error.code)
                 self._ask_another()
                 return
-            self._outdated = True  # the directory is new, or forgot us
-            self._report(str(error), error.code)
+            self._outdated = True  # the directory is new, or forgot this node
+            self._failed(str(error), error.code)
             self._changed.set()
+        except (PeerError, DeadlineError, NotReadyError) as error:
+            self._failed(str(error), error.code)
+            self._ask_another()
         except StaleError as error:
             # Registering again would take the name back, and the two would go on taking it from each other.
-            self._replaced = True
-            self._refused(f"another process has taken this node's name: {error}", error.code)
-        except (PeerError, DeadlineError, NotReadyError) as error:
-            self._report(str(error), error.code)
-            self._ask_another()
+            self._refused(f"another process has taken this node's name: {error}", error.code, replaced=True)
         except BridgeError as error:
-            self._replaced = False
             self._refused(str(error), error.code)
 
     def _ask_another(self) -> None:
@@ -160,19 +152,15 @@ class Announcer:
         if self._failures % len(self._replicas):
             self._changed.set()
 
-    @property
-    def _client(self) -> DirectoryClient:
-        return self._replicas[self._turn]
-
-    def _report(self, problem: str, code: str) -> None:
+    def _failed(self, problem: str, code: str) -> None:
         if problem != self.problem:
             log.warning("bootstrap_call_failed", code=code, reason=problem)
         self.problem = problem
 
-    def _refused(self, problem: str, code: str) -> None:
+    def _refused(self, problem: str, code: str, *, replaced: bool = False) -> None:
         if problem != self.problem:
             log.error("bootstrap_refused", code=code, reason=problem)
-        self.problem = self.refusal = problem
+        self.problem, self.refusal, self._replaced = problem, problem, replaced
 
     async def leave(self) -> None:
         """Take the entry off, for good: no heartbeat follows."""
@@ -183,11 +171,11 @@ class Announcer:
                 return
             entry = self._registration()
             try:
-                await self._client.deregister(entry.instance, entry.node, entry.incarnation)
+                await self._replicas[self._turn].deregister(entry.instance, entry.node, entry.incarnation)
             except BridgeError as error:
                 log.warning("bootstrap_call_failed", code=error.code, reason=str(error))
 
     async def close(self) -> None:
-        """Close the ways to the directory."""
+        """Close the connections to the directory."""
         for replica in self._replicas:
             await replica.close()

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
@@ -25,40 +24,34 @@ from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_en
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes
+from kvbridge.bootstrap.stores.base import PairingState, RoomTimes, Store
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.services import BootstrapConfig, StoreKind
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
-from kvbridge.daemon.front import open_http
-from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
+from kvbridge.daemon.front import Service
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.operations import AppSettings
-from kvbridge.http.server import Application, HttpServer
+from kvbridge.http.server import Application
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.facts import PairingEnded, PrefixGuessed
-from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
 OVERVIEW_S = 0.25
-"""How often the overview is taken, and what has expired is forgotten, at most."""
+"""Seconds at least between two overviews. Each also forgets what has expired."""
 OVERVIEW_PAUSE = 24
-"""An overview that takes a while is followed by a pause so many times as long: a thousand nodes cost some 4 % of the time."""
-
-
-class Store(NodeStore, RoomStore, Protocol):
-    """Both halves of what bootstrap keeps."""
+"""The pause after an overview is this many times as long as the overview: a thousand nodes cost some 4 % of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Overview:
-    """What operators are shown."""
+    """The store's content, for operators."""
 
     listing: tuple[InstanceView, ...] = ()
     rooms: dict[str, int] = field(default_factory=dict)
@@ -66,24 +59,20 @@ class _Overview:
     """Why the store cannot be asked; the rest is then what it last said."""
 
 
-class BootstrapDaemon:
-    """One bootstrap. Drive it with `lifecycle.run_daemon`."""
+class BootstrapDaemon(Service):
+    """One bootstrap."""
 
     def __init__(self, config: BootstrapConfig, *, endpoint_dir: Path | None = None) -> None:
         """`endpoint_dir`: where to write the endpoint file, for tools that let the system choose the port."""
+        super().__init__("bootstrap")
         self.config = config
         self.incarnation = secrets.token_hex(8)
-        self.metrics = Metrics(role="bootstrap")
-        self.metrics.built("bootstrap", "bootstrap")
         self._endpoint_dir = endpoint_dir
-        self._started_s = time.monotonic()
-        timeouts = config.timeouts
-        self._secrets = SecretFiles()
-        daemons, key = config.daemons, "daemons.token_file"
-        token = self._secrets.add(key, (daemons.token_file,), lambda: read_token(daemons, key=key))
+        timeouts, daemons, key = config.timeouts, config.daemons, "daemons.token_file"
+        token = self.secrets.add(key, (daemons.token_file,), lambda: read_token(daemons, key=key))
         self._daemons = DaemonClient(token=token.current, timeout_s=timeouts.reserve_s)
         token.on_change = self._daemons.use_token
-        self._store = open_store(config, self.metrics, self._secrets)
+        self._store = open_store(config, self.metrics, self.secrets)
         self.directory = Directory(self._store, self._daemons)
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
@@ -91,15 +80,6 @@ class BootstrapDaemon:
         self.pairing.events.add_reader({PairingEnded: self._paired, PrefixGuessed: self._guessed})
         self._traces = Traces()
         self._overview = _Overview()
-        self._told = ToldReadiness()
-        self._seldom = Seldom(self.metrics.line_left_out)
-        self._http: HttpServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-
-    @property
-    def url(self) -> str:
-        """The bound address; empty before `start`."""
-        return self._http.url if self._http else ""
 
     async def start(self) -> None:
         """Open the endpoint. A store that is away does not keep it shut: `/ready` gives the reason."""
@@ -108,14 +88,10 @@ class BootstrapDaemon:
             self.config.telemetry.traces,
             names={"role": "bootstrap", "incarnation": self.incarnation},
             metrics=self.metrics,
-            secrets=self._secrets,
+            secrets=self.secrets,
         )
         self._traces.read(self.pairing.events)
-        self._http = await open_http(
-            self.config.http, self._app, self._secrets, self._seldom, shutdown_s=self.config.timeouts.shutdown_s / 2
-        )
-        works = {"sweeper": self._sweep(), "secrets": self._secrets.run()}
-        self._tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
+        await self.open(self.config.http, self._app, self._sweep, shutdown_s=self.config.timeouts.shutdown_s / 2)
         if self._endpoint_dir is not None:
             try:
                 self._endpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -124,11 +100,11 @@ class BootstrapDaemon:
                     f"--endpoint-dir {self._endpoint_dir} cannot be made: {error.strerror}"
                 ) from error
             endpoint = DaemonEndpoint(
-                role="bootstrap", incarnation=self.incarnation, pid=os.getpid(), http_url=self._http.url
+                role="bootstrap", incarnation=self.incarnation, pid=os.getpid(), http_url=self.url
             )
             write_endpoint(self._endpoint_dir, endpoint)
         await asyncio.to_thread(remove_leftovers, (DEFAULT_DIRECTORY,))
-        log.info("daemon_listens", http=self._http.url, store=repr(self._store))
+        log.info("daemon_listens", http=self.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
         return create_bootstrap_app(
@@ -140,25 +116,15 @@ class BootstrapDaemon:
             begin_trace=self._traces.begin,
         )
 
-    async def failed(self) -> None:
-        """Raise what ended the endpoint or one of the tasks."""
-        if self._http is not None:
-            await first_ended(self._http.wait_ended(), self._tasks)
-
     async def drain(self) -> None:
         """Bootstrap holds nothing that would have to end first."""
 
     async def close(self) -> None:
         """Close the endpoint, then what is behind it."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._http is not None:
-            await self._http.stop()
+        await self.end()
         await self._daemons.close()
         await self._store.close()
         await self._traces.close(self.config.timeouts.shutdown_s / 5)
-        self._seldom.tell(everything=True)
         if self._endpoint_dir is not None:
             remove_endpoint(self._endpoint_dir, self.incarnation)
 
@@ -169,9 +135,8 @@ class BootstrapDaemon:
             begun_s = time.thread_time()
             await self._look()
             took_s = time.thread_time() - begun_s
-            self._told.look(self.readiness())
+            self.tell(self.readiness())
             self._traces.look()
-            self._seldom.tell()
 
     async def _look(self) -> None:
         """Forget what has expired and take the overview; a store that cannot be asked is part of it."""
@@ -201,7 +166,7 @@ class BootstrapDaemon:
         return BootstrapStatus(
             incarnation=self.incarnation,
             version=__version__,
-            uptime_s=round(time.monotonic() - self._started_s, 1),
+            uptime_s=self.uptime_s,
             ready=self.readiness(),
             store=StoreStatus(kind=self.config.directory.store.value, problem=overview.problem),
             instances=overview.listing,

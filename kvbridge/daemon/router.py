@@ -13,19 +13,13 @@ from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
 from kvbridge.config.loading import read_token
 from kvbridge.config.services import RouterConfig
-from kvbridge.core.clock import monotonic
 from kvbridge.core.ids import Role
-from kvbridge.daemon.front import open_http
-from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
-from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.daemon.front import Service
 from kvbridge.http.router_app import create_router_app
-from kvbridge.http.server import HttpServer
 from kvbridge.router.exchange import Router
 from kvbridge.router.servers import Servers, ServerWatch
 from kvbridge.router.upstream import OpenAiServers
-from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import READY, ROUTER_SERVERS
-from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -33,31 +27,27 @@ LOOK_S = 0.25
 """How often the log is told whether the router is ready."""
 
 
-class RouterDaemon:
-    """One router. Drive it with `lifecycle.run_daemon`."""
+class RouterDaemon(Service):
+    """One router."""
 
     def __init__(self, config: RouterConfig) -> None:
+        super().__init__("router")
         self.config = config
         self.servers = Servers()
-        self.metrics = Metrics(role="router")
-        self.metrics.built("router", "router")
-        self._started_s = monotonic()
-        self._secrets = SecretFiles()
-        self._seldom = Seldom(self.metrics.line_left_out)
         self._upstream = OpenAiServers(config.timeouts)
-        self.router = Router(config, self.servers, self._upstream, self.metrics, self._seldom)
+        self.router = Router(config, self.servers, self._upstream, self.metrics, self.seldom)
         self._replicas = self._open_directory()
         listings = [replica.instances for replica in self._replicas]
         self._watch = ServerWatch(self.servers, self._upstream.health, config.timeouts, listings)
-        self._told = ToldReadiness()
-        self._http: HttpServer | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     def _open_directory(self) -> list[DirectoryClient]:
-        link, key, limit_key = self.config.bootstrap, "bootstrap.token_file", "timeouts.health_s"
-        token = self._secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
-        more = {"token": token.current, "timeout_s": self.config.timeouts.health_s, "timeout_key": limit_key}
-        clients = [DirectoryClient(url, **more) for url in (link.url, *link.other_urls) if url]
+        link, key, limit_s = self.config.bootstrap, "bootstrap.token_file", self.config.timeouts.health_s
+        token = self.secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
+        clients = [
+            DirectoryClient(url, token=token.current, timeout_s=limit_s, timeout_key="timeouts.health_s")
+            for url in (link.url, *link.other_urls)
+            if url
+        ]
 
         def change(fresh: str) -> None:
             for client in clients:
@@ -65,11 +55,6 @@ class RouterDaemon:
 
         token.on_change = change
         return clients
-
-    @property
-    def url(self) -> str:
-        """The bound address; empty before `start`."""
-        return self._http.url if self._http else ""
 
     async def start(self) -> None:
         """Open the endpoint. Servers that are away do not keep it shut: `/ready` gives the reason."""
@@ -79,21 +64,12 @@ class RouterDaemon:
             self.servers.use(Role.PREFILL, self.config.prefill)
             self.servers.use(Role.DECODE, self.config.decode)
             self._watch.follow()
-        self._http = await open_http(
-            self.config.http,
-            lambda settings: create_router_app(self.router, self, settings),
-            self._secrets,
-            self._seldom,
-            shutdown_s=self.config.timeouts.shutdown_s / 5,
+        works = [self._look, *([self._watch.run] if self._replicas else [])]
+        shutdown_s = self.config.timeouts.shutdown_s / 5
+        await self.open(
+            self.config.http, lambda made: create_router_app(self.router, self, made), *works, shutdown_s=shutdown_s
         )
-        works = [self._secrets.run(), self._look(), *([self._watch.run()] if self._replicas else [])]
-        self._tasks = [asyncio.create_task(work) for work in works]
-        log.info("daemon_listens", http=self._http.url, order=self.config.order.value)
-
-    async def failed(self) -> None:
-        """Raise what ended the endpoint, or what looks after servers."""
-        if self._http is not None:
-            await first_ended(self._http.wait_ended(), self._tasks)
+        log.info("daemon_listens", http=self.url, order=self.config.order.value)
 
     async def drain(self) -> None:
         """Take no request more, and let answers end."""
@@ -102,21 +78,15 @@ class RouterDaemon:
     async def close(self) -> None:
         """Cut off what is left, and close the endpoint, then what is behind it."""
         self.router.end()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._watch.close()
-        if self._http is not None:
-            await self._http.stop()
+        await self.end()
         await self._upstream.close()
         for replica in self._replicas:
             await replica.close()
-        self._seldom.tell(everything=True)
 
     async def _look(self) -> None:
         while True:
-            self._told.look(self.readiness())
-            self._seldom.tell()
+            self.tell(self.readiness())
             await asyncio.sleep(LOOK_S)
 
     # ------------------------------------------------------------------ operators
@@ -132,7 +102,7 @@ class RouterDaemon:
         """Return everything an operator wants to see."""
         return RouterStatus(
             version=__version__,
-            uptime_s=round(monotonic() - self._started_s, 1),
+            uptime_s=self.uptime_s,
             ready=self.readiness(),
             order=self.config.order.value,
             outstanding=self.router.under_way,

@@ -1,7 +1,7 @@
-"""What a store promises: nodes and rooms, each change a compare-and-set, time the store's own.
+"""What a store of the directory promises: each change is a compare-and-set, and time is the store's own.
 
-Replicas share a store and nothing else, no clock either. Every method is one atomic step, so that a caller never has to hold
-anything between two of them; every method of a shared store raises NotReadyError when the store cannot be asked now.
+Replicas share a store and nothing else, no clock either. Every method is one atomic step, so a caller never has to hold anything
+between two of them.
 """
 
 from __future__ import annotations
@@ -20,45 +20,6 @@ NOTE_INSTANCES: Final = 16
 """Who was given it last, of both roles together; more are not remembered."""
 NOTES: Final = 200_000
 """Beginnings of prompts that a store remembers, some 400 bytes each; those that came longest ago are forgotten first."""
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceNodes:
-    """The nodes of one instance, and the version to give with a change that was decided on them."""
-
-    version: str
-    records: tuple[NodeRecord, ...]
-
-
-class NodeStore(Protocol):
-    """The nodes that are alive. A node that is silent for longer than the store was told is not there any more."""
-
-    async def close(self) -> None:
-        """Let go of what the store holds open."""
-
-    async def nodes(self) -> tuple[NodeRecord, ...]:
-        """Return all nodes, in any order: a look that costs the more, the larger the fleet is."""
-
-    async def look(self, keys: Sequence[NodeKey]) -> tuple[NodeRecord, ...]:
-        """Return those of these nodes that are alive, in any order; it costs what they are, whatever the fleet's size."""
-
-    async def of_instance(self, instance: str) -> InstanceNodes:
-        """Return the nodes of one instance."""
-
-    async def put(self, entry: NodeEntry, *, version: str) -> bool:
-        """Add or replace a node, unless its instance has changed since `version`; return whether that was done."""
-
-    async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
-        """Note that a node lives, if it is of the heartbeat's incarnation; return who holds the name now, if anybody."""
-
-    async def remove(self, key: NodeKey, incarnation: str) -> bool:
-        """Take a node off if it is of this incarnation; return whether it was."""
-
-    async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
-        """Count one room of so many pages (by node, by index space) against nodes until their next heartbeats."""
-
-    async def expire(self) -> tuple[NodeKey, ...]:
-        """Forget silent nodes and return their keys; each is returned once, to one caller."""
 
 
 class PairingState(StrEnum):
@@ -101,8 +62,39 @@ class RoomTimes:
     """Cancelled ones are forgotten first, then the oldest; a room that is being paired is not."""
 
 
-class RoomStore(Protocol):
-    """The rooms that were paired, or are being paired."""
+class Store(Protocol):
+    """Nodes that are alive, and rooms that were paired or are being paired.
+
+    A node that is silent for longer than the store was told is not there any more. Every method of a shared store raises
+    NotReadyError when the store cannot be asked now.
+    """
+
+    async def close(self) -> None:
+        """Let go of what the store holds open."""
+
+    async def nodes(self) -> tuple[NodeRecord, ...]:
+        """Return all nodes, in any order: the larger the fleet, the more a look at all costs."""
+
+    async def look(self, keys: Sequence[NodeKey]) -> tuple[NodeRecord, ...]:
+        """Return those of these nodes that are alive, in any order. The cost does not depend on the fleet's size."""
+
+    async def of_instance(self, instance: str) -> tuple[str, tuple[NodeRecord, ...]]:
+        """Return the nodes of one instance, and before them the version to give with a change that was decided on them."""
+
+    async def put(self, entry: NodeEntry, *, version: str) -> bool:
+        """Add or replace a node, unless its instance has changed since `version`; return whether that was done."""
+
+    async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
+        """Note that a node lives, if it is of the heartbeat's incarnation; return the record of the name now, if there is one."""
+
+    async def remove(self, key: NodeKey, incarnation: str) -> bool:
+        """Take a node off if it is of this incarnation; return whether it was."""
+
+    async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
+        """Count one room of so many pages (by node, by index space) against nodes until their next heartbeats."""
+
+    async def expire(self) -> tuple[NodeKey, ...]:
+        """Forget silent nodes and return their keys; each is returned once, to one caller."""
 
     async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
         """Begin to pair a room that nobody uses, with so many generations above all that were used before."""

@@ -15,7 +15,6 @@ from kvbridge.bootstrap.stores.base import (
     NOTE_KEEP_S,
     NOTES,
     Claim,
-    InstanceNodes,
     PairingState,
     RoomInUse,
     RoomTimes,
@@ -50,7 +49,7 @@ class _Room:
 
 
 class MemoryStore:
-    """A NodeStore and a RoomStore. Nothing in it waits, so every method is one step of the loop."""
+    """A Store. Nothing in it waits, so every method is one step of the loop."""
 
     def __init__(self, *, expire_after_s: float, rooms: RoomTimes, clock: Clock = monotonic) -> None:
         """`expire_after_s` is `directory.expire_after_s`."""
@@ -79,8 +78,8 @@ class MemoryStore:
         found = (self._live(key, now_s) for key in keys)
         return tuple(_record(node, now_s) for node in found if node is not None)
 
-    async def of_instance(self, instance: str) -> InstanceNodes:
-        return InstanceNodes(self._version(instance), await self.look(self._keys_of(instance)))
+    async def of_instance(self, instance: str) -> tuple[str, tuple[NodeRecord, ...]]:
+        return self._version(instance), await self.look(self._keys_of(instance))
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
         if version != self._version(entry.key[0]):

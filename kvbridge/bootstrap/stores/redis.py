@@ -29,7 +29,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
 from kvbridge.bootstrap.stores import base
-from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomInUse, RoomTimes
+from kvbridge.bootstrap.stores.base import Claim, PairingState, RoomInUse, RoomTimes
 from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.ids import NonNegative
@@ -47,7 +47,7 @@ _CHARGES = TypeAdapter(dict[str, NonNegative])
 
 
 class RedisStore:
-    """A NodeStore and a RoomStore. Close it."""
+    """A Store. Close it."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class RedisStore:
         members = [*map(_member, keys)]
         return await self._records(await self._run("LOOK", instance="", prefix="", members=members)) if keys else ()
 
-    async def of_instance(self, instance: str) -> InstanceNodes:
+    async def of_instance(self, instance: str) -> tuple[str, tuple[NodeRecord, ...]]:
         prefix = _member((instance, ""))[:-3]  # with which its members, and no others, begin
         found = await self._run("LOOK", instance=instance, prefix=prefix)
-        return InstanceNodes(_text(found[2]), await self._records(found))
+        return _text(found[2]), await self._records(found)
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
         text, incarnation = entry.model_dump_json().encode(), entry.registration.incarnation

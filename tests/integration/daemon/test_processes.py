@@ -226,7 +226,7 @@ async def test_a_bootstrap_that_follows_its_secrets_no_more_ends(monkeypatch):
     async def defect() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(daemon._secrets, "run", defect)
+    monkeypatch.setattr(daemon.secrets, "run", defect)
     await daemon.start()
     try:
         with pytest.raises(ZeroDivisionError):

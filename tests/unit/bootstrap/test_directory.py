@@ -145,7 +145,7 @@ async def load_of(directory: Directory) -> Load:
     """The load of the only node."""
     (instance,) = await directory.instances()
     (record,) = instance.nodes
-    return record.load
+    return record.view().load
 
 
 PLAIN, CURVE, LOCAL = ControlMode.PLAIN, ControlMode.CURVE, ControlMode.LOCAL

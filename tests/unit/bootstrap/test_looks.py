@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.looks import DRAWN
+from kvbridge.bootstrap.fit import DRAWN
 from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.prefixes import HOLDERS, holders

@@ -94,7 +94,7 @@ async def heals(server, damages) -> None:
                     await seen.register(each)
             found = {instance.name: instance for instance in await seen.instances()}
             assert found.keys() == NAMES
-            assert [found[each.instance].nodes[0].load for each in FLEET] == [each.load for each in FLEET]
+            assert [found[each.instance].nodes[0].view().load for each in FLEET] == [each.load for each in FLEET]
             again = PairingService(seen, store, FakeDaemons(), **LIMITS)
             with contextlib.suppress(ConflictError):
                 await again.pair(PairRequest(room=7, prompt_tokens=1000))
@@ -133,7 +133,7 @@ async def test_a_false_entry_is_not_there_and_is_counted(redis_fleet, change):
         write_entry(client, redis_fleet.namespace, lambda entry: entry["registration"].update(change))
     for store in (redis_fleet.store, redis_fleet.replica()):
         before = redis_fleet.counted["value node"]
-        assert {record.key[0] for record in await store.nodes()} == {"p2", "d1", "d2"}
+        assert {record.entry.key[0] for record in await store.nodes()} == {"p2", "d1", "d2"}
         assert redis_fleet.counted["value node"] == before + 1
 
 
@@ -175,5 +175,5 @@ async def test_what_a_later_release_adds_to_a_record_is_ignored(redis_fleet):
         )
         client.hset(f"{redis_fleet.namespace}:node:{MEMBER}", "beat", json.dumps(told))
     for store in (redis_fleet.store, redis_fleet.replica()):
-        [found] = [record for record in await store.nodes() if record.key[0] == "p1"]
-        assert (found.registration, found.load.rooms) == (FLEET[0], 3)
+        [found] = [record for record in await store.nodes() if record.entry.key[0] == "p1"]
+        assert (found.registration, found.view().load.rooms) == (FLEET[0], 3)

@@ -43,12 +43,12 @@ async def test_two_incarnations_that_register_at_once_follow_one_another(redis_f
         assert sorted(view.epoch for view in views) == [2 * number + 1, 2 * number + 2]
         (instance,) = await one.instances()
         winner = max(views, key=lambda view: view.epoch)
-        assert instance.nodes[0].incarnation == winner.incarnation
+        assert instance.nodes[0].registration.incarnation == winner.incarnation
         loser = min(views, key=lambda view: view.epoch)
         for directory in (one, other):
             with pytest.raises(StaleError, match=f"now incarnation {winner.incarnation}"):
                 await directory.heartbeat("p", "node-0", beat(loser.incarnation))
-        assert (await other.instances())[0].nodes[0].incarnation == winner.incarnation
+        assert (await other.instances())[0].nodes[0].registration.incarnation == winner.incarnation
 
 
 async def test_namespaces_do_not_see_each_other(redis_fleet):

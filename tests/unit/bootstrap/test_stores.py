@@ -25,12 +25,13 @@ def ticket_for(claim: Claim, generation: int) -> Ticket:
 
 async def test_a_change_that_was_decided_on_old_knowledge_is_not_made(world):
     store = world.store
-    version = (await store.of_instance("p")).version
+    version, _ = await store.of_instance("p")
     assert await store.put(entry_of(half("p", Role.PREFILL, 0)), version=version)
     assert not await store.put(entry_of(half("p", Role.PREFILL, 1)), version=version)
-    assert [record.key for record in await store.nodes()] == [("p", "node-0")]
-    assert await store.put(entry_of(half("p", Role.PREFILL, 1)), version=(await store.of_instance("p")).version)
-    assert {record.key for record in await store.nodes()} == {("p", "node-0"), ("p", "node-1")}
+    assert [record.entry.key for record in await store.nodes()] == [("p", "node-0")]
+    version, _ = await store.of_instance("p")
+    assert await store.put(entry_of(half("p", Role.PREFILL, 1)), version=version)
+    assert {record.entry.key for record in await store.nodes()} == {("p", "node-0"), ("p", "node-1")}
 
 
 async def test_a_heartbeat_of_another_life_changes_nothing(world):
@@ -38,7 +39,7 @@ async def test_a_heartbeat_of_another_life_changes_nothing(world):
     await world.directory(node("p", Role.PREFILL))
     world.advance(EXPIRE_AFTER_S - 10)
     holder = await store.beat(("p", "node-0"), beat("another", rooms=9))
-    assert (holder.incarnation, holder.load.rooms) == ("p-incarnation-1", 0)
+    assert (holder.registration.incarnation, holder.view().load.rooms) == ("p-incarnation-1", 0)
     assert holder.silent_s > EXPIRE_AFTER_S - 11
     world.advance(20)
     assert await store.beat(("p", "node-0"), beat("p-incarnation-1")) is None
@@ -57,7 +58,7 @@ async def test_a_node_is_removed_by_its_own_life_only(world):
 async def test_a_look_finds_those_that_are_asked_for_and_alive(world):
     await world.directory(node("p", Role.PREFILL), half("d", Role.DECODE, 0), half("d", Role.DECODE, 1))
     keys = [("d", "node-1"), ("p", "node-0"), ("p", "node-1"), ("x", "node-0")]
-    assert {record.key for record in await world.store.look(keys)} == {("d", "node-1"), ("p", "node-0")}
+    assert {record.entry.key for record in await world.store.look(keys)} == {("d", "node-1"), ("p", "node-0")}
     assert await world.store.look([]) == ()
     world.advance(EXPIRE_AFTER_S + 1)
     assert await world.store.look(keys) == ()
@@ -77,7 +78,7 @@ async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
     for number in range(4):
         world.advance(EXPIRE_AFTER_S - 10)
         record = await world.store.beat(("p", "node-0"), beat("p-incarnation-1", rooms=number))
-        assert (record.load.rooms, record.registration.http_url) == (number, "http://p")
+        assert (record.view().load.rooms, record.registration.http_url) == (number, "http://p")
     assert await world.store.expire() == ()
 
 

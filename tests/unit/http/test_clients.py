@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -152,8 +152,7 @@ async def blocking(on_connection, *, kind=dict, timeout_s=5.0):
 
     def ask(url):
         client = BlockingClient(token="t", timeout_s=timeout_s, timeout_key="this limit")
-        with closing(client):
-            return client.ask(kind, "POST", url, body=AdmissionRequest(prompt_tokens=9))
+        return client.ask(kind, "POST", url, body=AdmissionRequest(prompt_tokens=9))
 
     async with listening(on_connection) as url:
         return await asyncio.to_thread(ask, url)
