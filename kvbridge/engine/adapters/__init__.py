@@ -1,1 +1,1 @@
-"""Adapters for one engine each: `transformers` and `deepseek_v4` need the extra `transformers`, vLLM loads `vllm`."""
+"""A real model as an engine: Hugging Face's DeepSeek-V4, whole and sparse. It needs the extra `transformers`."""
