@@ -43,20 +43,15 @@ class Node:
     def post(self, call) -> None:
         if self.deaf:
             raise NotReadyError("it does not read")
-        match call:
-            case Hold():
-                said = ("hold", call.room, call.generation, ids(call), call.published_tokens)
-            case Publish():
-                said = ("publish", call.room, call.upto_token, ids(call))
-            case Finish():
-                said = ("finish", call.room)
-            case Fetch():
-                said = ("fetch", call.room, call.generation, ids(call), call.prefix_tokens)
-            case Provide():
-                said = ("provide", call.room, ids(call))
-            case AbortRoom():
-                said = ("abort", call.room, call.again)
-        self.said.append(said)
+        facts = {
+            Hold: lambda: (call.generation, ids(call), call.published_tokens),
+            Publish: lambda: (call.upto_token, ids(call)),
+            Finish: lambda: (),
+            Fetch: lambda: (call.generation, ids(call), call.prefix_tokens),
+            Provide: lambda: (ids(call),),
+            AbortRoom: lambda: (call.again,),
+        }
+        self.said.append((call.type.removesuffix("_room"), call.room, *facts[type(call)]()))
 
     def pin(self, blocks) -> None:
         self.pins.update(blocks)
@@ -105,16 +100,13 @@ def request(params=None, *, name="p") -> Request:
     return Request(name, TOKENS, b"digest", PAIRED if params is None else params)
 
 
-def computing(side, node, *, tokens=0) -> None:
-    """A request has come and was scheduled for the first time, and then for a chunk behind so many tokens."""
+def computing(side, node, *, blocks=0) -> None:
+    """A request has come and was scheduled for the first time, and then for a chunk behind so many blocks."""
     side.arrived(request())
     side.computed("p", 0, 0, BLOCKS[:1])
-    if tokens:
-        side.computed("p", tokens, 0, BLOCKS)
+    if blocks:
+        side.computed("p", blocks * BLOCK, 0, BLOCKS)
     node.take()
-
-
-# ------------------------------------------------------------------ prefill: publishing
 
 
 def test_its_room_is_held_from_the_arrival_on(side, node):
@@ -136,7 +128,7 @@ def test_whole_blocks_of_earlier_steps_are_published_and_pinned(side, node):
 
 
 def test_when_it_finishes_the_rest_is_published_and_vllm_keeps_the_blocks(side, node):
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     held, answer = side.finished(request(), (*BLOCKS, 14), well=True)
     assert node.take() == [("publish", 7, 4 * BLOCK, (2, [12, 13])), ("finish", 7)]
     assert held
@@ -150,37 +142,29 @@ def test_when_it_finishes_the_rest_is_published_and_vllm_keeps_the_blocks(side, 
 
 def test_without_references_to_blocks_nothing_is_published_before_it_finishes(node):
     side = rooms_at(Role.PREFILL, node, block_tokens=BLOCK)
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     side.finished(request(), BLOCKS, well=True)
     assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
 
 
-@pytest.mark.parametrize("room", ["abc", "-1", str(1 << 60)])
-def test_a_room_that_cannot_be_read_makes_it_plain(side, node, room):
-    told = request(PAIRED | {"kvbridge": {"room": room}})
-    with pytest.raises(InvalidInputError, match=r"kvbridge\.room is wrong"):
+@pytest.mark.parametrize("room", ["abc", "-1", str(1 << 60), "7"])
+def test_a_room_that_cannot_be_read_or_that_another_request_has_makes_it_plain(side, node, room):
+    computing(side, node)
+    told = request(PAIRED | {"kvbridge": {"room": room}}, name="q")
+    with pytest.raises(
+        InvalidInputError, match="another request has room 7" if room == "7" else r"kvbridge\.room is wrong"
+    ):
         side.arrived(told)
-    assert side.computing == ()
+    assert side.computing == ("p",)
     held, answer = side.finished(told, BLOCKS, well=True)
     assert node.take() == [("hold", 99, 1, (0, [10, 11, 12, 13]), 4 * BLOCK)]
     assert held
     assert answer["kvbridge"]["room"] == "99"
 
 
-def test_a_room_that_another_request_has_or_had_makes_it_plain(side, node):
-    computing(side, node)
-    with pytest.raises(InvalidInputError, match="another request has room 7"):
-        side.arrived(request(name="q"))
-    assert node.take() == []
-    assert side.finished(request(name="q"), BLOCKS, well=True)[1]["kvbridge"]["room"] == "99"
-
-
-# ------------------------------------------------------------------ prefill: preemption
-
-
 def test_what_was_published_stays_pinned_when_a_request_is_aborted_between_its_preemption_and_the_next_step(side, node):
     """vLLM has freed its blocks by then, and says so only at the next step."""
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     assert side.finished(request(), (), well=False) == (False, None)
     assert node.take() == [("abort", 7, False)]
     assert node.pinned == {10, 11}
@@ -200,7 +184,7 @@ def test_preemption_before_anything_is_published_changes_nothing(side, node):
 
 def test_what_was_over_before_it_could_be_withdrawn_does_not_begin_anew(side, node):
     """Decode had given it up, so it does not come for the next generation."""
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     side.preempted({"p"})
     node.take()
     hear(side, node, event("aborted", code="aborted"))
@@ -211,7 +195,7 @@ def test_what_was_over_before_it_could_be_withdrawn_does_not_begin_anew(side, no
 
 
 def test_the_next_generation_waits_for_the_word_that_the_one_before_is_over(side, node):
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     node.deaf = True
     side.preempted({"p"})
     node.deaf = False
@@ -221,11 +205,8 @@ def test_the_next_generation_waits_for_the_word_that_the_one_before_is_over(side
     assert node.take() == [("abort", 7, True), ("hold", 7, 2, None, 0)]
 
 
-# ------------------------------------------------------------------ prefill: the end in the middle
-
-
 def test_an_aborted_request_keeps_what_is_being_sent(side, node):
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     assert side.finished(request(), BLOCKS[:2], well=False) == (True, None)
     assert node.take() == [("abort", 7, False)]
     assert not node.pinned
@@ -237,7 +218,7 @@ def test_an_aborted_request_keeps_what_is_being_sent(side, node):
 
 
 def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     hear(side, node, event("aborted"))
     assert not node.pinned
     side.computed("p", 3 * BLOCK, 0, BLOCKS)
@@ -248,7 +229,7 @@ def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
 
 
 def test_a_room_that_the_node_would_not_hold_is_known_to_nobody(side, node):
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     side.finished(request(), BLOCKS, well=True)
     worker = Reports()
     worker.start(side.step())
@@ -258,7 +239,7 @@ def test_a_room_that_the_node_would_not_hold_is_known_to_nobody(side, node):
 
 
 def test_a_publication_that_is_refused_ends_the_room_but_not_what_is_being_sent(side, node):
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     hear(side, node, event("refused", generation=0))
     assert node.take() == [("abort", 7, False)]
     assert node.pinned == {10, 11}
@@ -270,7 +251,7 @@ def test_a_publication_that_is_refused_ends_the_room_but_not_what_is_being_sent(
 def test_blocks_stay_pinned_until_no_rank_reads_for_a_node_that_has_ended(node):
     side = rooms_at(Role.PREFILL, node, block_tokens=BLOCK, ranks=2)
     side.pins = node
-    computing(side, node, tokens=2 * BLOCK)
+    computing(side, node, blocks=2)
     attach(side.attachment, node, "n2")
     side.look()
     side.closed(0, ["n1"])
@@ -292,9 +273,6 @@ def test_what_a_deaf_node_is_not_told_it_is_told_later(side, node):
     node.deaf = False
     side.look()
     assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
-
-
-# ------------------------------------------------------------------ decode
 
 
 @pytest.fixture
