@@ -44,7 +44,6 @@ from tests.helpers.rooms import (
     FakeFence,
     FakeNodes,
     FakePeers,
-    FakeRanks,
     FakeWorkers,
     RecordedEvents,
     full_amounts,
@@ -277,7 +276,7 @@ class DecodeBench(NodeBench):
     clock: ManualClock = field(default_factory=ManualClock)
     nodes: FakeNodes = field(default_factory=FakeNodes)
     fence: FakeFence = field(default_factory=FakeFence)
-    ranks: FakeRanks = field(default_factory=FakeRanks)
+    ranks: FakeWorkers = field(default_factory=FakeWorkers)
     engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
     events: RecordedEvents = field(default_factory=RecordedEvents)
     peer: str = PREFILL

@@ -179,6 +179,9 @@ class FakeWorkers:
     def missing(self) -> str:
         return self.lacking
 
+    def manifests(self) -> tuple[RankManifest, ...]:
+        return (manifest(),)
+
     def send(self, rank: Rank, message: NodeToWorker) -> None:
         self.messages.append((rank, message))
 
@@ -271,22 +274,6 @@ class FakeFence:
     def ask_path(self, owner: Owner, transport: str, epoch: int) -> bool:
         self.paths.append((owner, transport, epoch))
         return epoch >= self.shut_before
-
-
-class FakeRanks:
-    def __init__(self) -> None:
-        self.lacking = ""
-        self.messages: list[tuple[object, object]] = []
-        self.layers: dict[Rank, tuple[int, ...]] = {R0: tuple(range(GEOMETRY.layer_count))}
-
-    def missing(self) -> str:
-        return self.lacking
-
-    def manifests(self) -> tuple[RankManifest, ...]:
-        return (manifest(),)
-
-    def send(self, rank: Rank, message: NodeToWorker) -> None:
-        self.messages.append((rank, message))
 
 
 def run_inspection(work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:

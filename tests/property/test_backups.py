@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -201,15 +202,23 @@ TestBackups.settings = fewer(2, stateful_step_count=30)
 # ------------------------------------------------------------------------------------------- what is said of them
 
 
-def test_what_a_rank_may_still_write_is_quarantined_until_its_process_has_ended():
+@pytest.mark.parametrize("says_so", [True, False])
+def test_what_a_rank_may_still_write_is_quarantined_until_its_process_has_ended(says_so):
+    """It has failed without being quiet, or has said nothing in time."""
     bench = Bench(host=32)
     order = bench.begin()
-    bench.answer(order, R0, error_code="transport_failed", error="the GPU has failed", quiet=False)
     bench.answer(order, R1)
+    if says_so:
+        bench.answer(order, R0, error_code="transport_failed", error="the GPU has failed", quiet=False)
+    else:
+        bench.tick(COPY_S)
     assert bench.twins() == {PageState.FREE: 28, PageState.QUARANTINED: 4}
     [why] = bench.tier.book.quarantine_reasons()
     assert f"rank workers {R0} may still write" in why
-    assert "the GPU has failed" in why
+    assert ("the GPU has failed" if says_so else "timeouts.copy_s") in why
+    [fact] = bench.ended
+    assert (fact.code, f"{R0}" in fact.reason) == ("transport_failed" if says_so else "deadline", True)
+    assert bench.backups.pages_in_flight == 0
     bench.tick(60)
     assert len(bench.orders) == 2, "nothing begins while a rank may still write"
     bench.workers.gone(R0, "killed")
@@ -218,21 +227,6 @@ def test_what_a_rank_may_still_write_is_quarantined_until_its_process_has_ended(
     bench.come(R0)
     bench.tick()
     assert len(bench.orders) == 4
-
-
-def test_a_rank_that_says_nothing_in_time_is_waited_for_no_longer():
-    bench = Bench(host=32)
-    order = bench.begin()
-    bench.answer(order, R0)
-    bench.tick(COPY_S)
-    assert bench.twins() == {PageState.FREE: 28, PageState.QUARANTINED: 4}
-    [fact] = bench.ended
-    assert fact.code == "deadline"
-    assert f"{R1}" in fact.reason
-    assert "timeouts.copy_s" in fact.reason
-    assert bench.backups.pages_in_flight == 0
-    bench.tick(60)
-    assert len(bench.orders) == 2
 
 
 def test_a_worker_that_dies_in_the_middle_fails_the_order_when_the_others_have_answered():

@@ -106,12 +106,6 @@ class RoomsMachine(RuleBasedStateMachine):
     def prefill_engine_ends(self, room, engine, well, again):
         self.tried(self.world.prefill_engine_ends, engine, room, well=well, again=again)
 
-    @precondition(lambda self: self.disasters)
-    @rule(engine=PREFILL_ENGINES)
-    def prefill_engine_dies(self, engine):
-        self.disasters -= 1
-        self.world.prefill_engine_dies(engine)
-
     # ------------------------------------------------------------------ decode engines
 
     @precondition(lambda self: self.world.adopted)
@@ -131,47 +125,39 @@ class RoomsMachine(RuleBasedStateMachine):
     def decode_engine_ends(self, room, engine, well):
         self.tried(self.world.decode_engine_ends, engine, room, well=well)
 
-    @precondition(lambda self: self.disasters)
-    @rule(engine=DECODE_ENGINES)
-    def decode_engine_dies(self, engine):
-        self.disasters -= 1
-        self.world.decode_engine_dies(engine)
+    # ------------------------------------------------------------------ the link, and who dies or is taken for dead
 
-    # ------------------------------------------------------------------ the link
-
-    @precondition(lambda self: self.world.towards_prefill)
-    @rule(count=st.integers(1, 4))
-    def deliver_to_prefill(self, count):
+    @rule(to_prefill=st.booleans(), count=st.integers(1, 4))
+    def deliver(self, to_prefill, count):
+        world = self.world
         for _ in range(count):
-            if self.world.towards_prefill:
-                self.world.deliver_to_prefill()
-                self.world.check()
-
-    @precondition(lambda self: self.world.towards_decode)
-    @rule(count=st.integers(1, 4))
-    def deliver_to_decode(self, count):
-        for _ in range(count):
-            if self.world.towards_decode:
-                self.world.deliver_to_decode()
-                self.world.check()
+            if world.towards_prefill if to_prefill else world.towards_decode:
+                world.deliver_to_prefill() if to_prefill else world.deliver_to_decode()
+                world.check()
 
     @precondition(lambda self: self.disasters)
-    @rule()
-    def decode_loses_prefill(self):
+    @rule(what=st.sampled_from([World.decode_loses_prefill, World.prefill_forgets_decode, World.prefill_dies]))
+    def a_node_is_lost(self, what):
         self.disasters -= 1
-        self.world.decode_loses_prefill()
+        what(self.world)
 
     @precondition(lambda self: self.disasters)
-    @rule()
-    def prefill_forgets_decode(self):
+    @rule(engine=PREFILL_ENGINES | DECODE_ENGINES)
+    def an_engine_dies(self, engine):
         self.disasters -= 1
-        self.world.prefill_forgets_decode()
+        world = self.world
+        dies = world.decode_engine_dies if engine in {"a", "b"} else world.prefill_engine_dies
+        dies(engine)
 
     @precondition(lambda self: self.disasters)
-    @rule()
-    def prefill_dies(self):
+    @rule(rank=st.sampled_from([*RANKS, None]))
+    def a_worker_dies(self, rank):
+        """`None`: the one of decode."""
         self.disasters -= 1
-        self.world.prefill_dies()
+        if rank is None:
+            self.world.decode_rank_dies()
+        else:
+            self.world.prefill.kill_worker(rank)
 
     # ------------------------------------------------------------------ workers
 
@@ -214,18 +200,6 @@ class RoomsMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(self.world.prefill.workers[rank].outbox))):
             self.world.prefill.hear(rank)
             self.world.check()
-
-    @precondition(lambda self: self.disasters)
-    @rule(rank=st.sampled_from(RANKS))
-    def worker_dies(self, rank):
-        self.disasters -= 1
-        self.world.prefill.kill_worker(rank)
-
-    @precondition(lambda self: self.disasters)
-    @rule()
-    def decode_rank_dies(self):
-        self.disasters -= 1
-        self.world.decode_rank_dies()
 
     @precondition(lambda self: self.world.ranks.orders)
     @rule(which=st.integers(0, 3), ending=st.sampled_from([{}, {}, {"changed": True}, {"error": "no kernel for it"}]))

@@ -227,7 +227,7 @@ def test_a_call_that_fails_by_a_defect_is_refused_and_leaves_no_room_behind(fail
     assert "RuntimeError: a defect" in refused.message
     [line] = [line for line in lines if line["event"] == "engine_call_failed"]
     assert (line["room"], line["exc_info"]) == (1, True)
-    assert all(room.is_over for room in api.bench.service.book)
+    assert all(room.over for room in api.bench.service.book)
     assert api.bench.free == 16
 
 

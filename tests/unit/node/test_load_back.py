@@ -128,6 +128,9 @@ def test_what_decode_has_loaded_is_shared_at_once_and_so_is_what_follows(decode)
     decode.on_host(1, 3 * PAGE)
     room = decode.arrived(2, 5 * PAGE)
     assert decode.on_device(5 * PAGE) == 0, "it cannot be reached before what is before it is loaded"
+    own, _ = room.load.moves[FULL]
+    assert own.tolist() == room.tables[FULL].ids[:3].tolist()
+    assert decode.service.pages.own_tables(room)[FULL].first_page == 3, "no peer writes what is loaded"
     decode.claim(room)
     assert decode.on_device(5 * PAGE) == 0
     decode.verbs.loaded(room=2)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.ids import HOST_COPIES, IndexSpace
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -31,10 +31,9 @@ def keys_of(name: str, pages: int) -> Keys:
 class Bench:
     """The pages of a decode node whose C4 rows are in its host pool."""
 
-    def __init__(self, *, twins: int = 0) -> None:
-        self.book = PageBook(POOL | (dict.fromkeys(HOST_COPIES.values(), twins) if twins else {}))
-        index = PrefixIndex((FULL, HOST), min(POOL[FULL], POOL[HOST]), has_copies=bool(twins))
-        self.cache = PrefixCache(self.book, index, restores=True)
+    def __init__(self) -> None:
+        self.book = PageBook(POOL)
+        self.cache = PrefixCache(self.book, PrefixIndex((FULL, HOST), min(POOL[FULL], POOL[HOST])))
         settings = RoomSettings(geometry=FLASH, limits=DECODE_LIMITS, shares_prefixes=True, host=C4)
         self.pages = RoomPages(self.book, settings, RecordedEvents(), self.cache, computes=False)
         self.last = 0
@@ -54,21 +53,6 @@ class Bench:
         )
         self.pages.reserve(room, self.pages.needed(tokens + more, tokens))
         return room
-
-    def warm(self, tokens: int, name: str = "a") -> None:
-        room = self.room(tokens, name)
-        self.pages.restored(room)
-        self.pages.keep(room, room.keys)
-        self.pages.give_back(room)
-
-    def only_on_host(self, pages: int, name: str = "a") -> list[int]:
-        """Have a prompt's pages backed up and the device need them for something else; return their twins."""
-        owner = Owner(NO_ROOM, 1)
-        backup = self.cache.copies.start_backup(owner, keys_of(name, pages).in_namespace(""), at_most=pages)
-        self.cache.copies.end_backup(backup, done=True)
-        self.book.reserve(owner, {FULL: POOL[FULL], SWA: POOL[SWA]})
-        self.book.free(owner)
-        return backup.moves[FULL][1].tolist()
 
     def cached(self) -> dict[IndexSpace, int]:
         return {space: counts[PageState.CACHED] for space, counts in self.book.counts().items()}
@@ -102,27 +86,3 @@ def test_a_room_reads_what_is_cached_and_has_its_own_pages_behind_it(bench, over
     for room in (first, second):
         bench.pages.give_back(room)
     assert bench.book.available_pages() == POOL
-
-
-def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pages_and_others_read_it_then():
-    bench = Bench(twins=8)
-    bench.warm(3 * PAGE)
-    twins = bench.only_on_host(3)
-    bench.warm(PAGE)
-    room = bench.room(4 * PAGE, more=PAGE)
-    assert (room.prefix_tokens, room.shared_pages) == (3 * PAGE, {FULL: 1, HOST: 3})
-    assert room.load.first_page == 1
-    own, found = room.load.moves[FULL]
-    assert (own.tolist(), found.tolist()) == (room.tables[FULL].ids[1:3].tolist(), twins[1:])
-    assert set(own.tolist()) <= set(bench.book.pages(room.owner)[FULL].tolist())
-    assert bench.pages.own_tables(room)[FULL].first_page == 3, "no peer writes what is loaded"
-    assert bench.pages.keep(room, room.keys) == 0, "what is before it is not on the device yet"
-    assert (bench.pages.restored(room), room.load, bench.pages.restored(room)) == (2, None, 0)
-    assert bench.pages.keep(room, room.keys) == 1
-    again = bench.room(5 * PAGE)
-    assert again.load is None
-    assert np.array_equal(again.tables[FULL].ids[:4], room.tables[FULL].ids[:4])
-    for one in (room, again):
-        bench.pages.give_back(one)
-    bench.cache.check_integrity()
-    assert bench.book.available_pages() == POOL | dict.fromkeys(HOST_COPIES.values(), 8)

@@ -291,8 +291,8 @@ def early_offer(room: int = 1, **fields) -> Offer:
     return Offer(room=room, generation=1, **fields)
 
 
-def wire(*ids: bytes) -> dict[str, object]:
-    return {"tables": tuple(WireTable(space=IndexSpace.FULL, ids=each) for each in ids)}
+def wire(*ids: bytes, space: IndexSpace = IndexSpace.FULL) -> dict[str, object]:
+    return {"tables": tuple(WireTable(space=space, ids=each) for each in ids)}
 
 
 @pytest.mark.parametrize(
@@ -304,6 +304,8 @@ def wire(*ids: bytes) -> dict[str, object]:
         (wire(b"abc"), "malformed"),
         (wire(bytes(4), bytes(4)), "twice"),
         (wire(b"\xff\xff\xff\xff"), "negative"),
+        ({"prefix_tokens": PAGE}, "holds the first 1 pages .* begins with page 0"),
+        (wire(bytes(4), space=IndexSpace.FULL_TWIN), "offers pages of 'full_twin', which no peer writes"),
     ],
 )
 def test_an_offer_that_cannot_be_right_is_named(fields, complaint):

@@ -9,20 +9,19 @@ import numpy as np
 import pytest
 
 from kvbridge.api.rooms import PeerAddress
-from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError
+from kvbridge.core.errors import ConflictError, KeyMismatchError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Failed, Offer, to_wire
+from kvbridge.core.wire.messages import Failed, Offer
 from kvbridge.node.decode.fence import ALL
-from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.facts import DisputedPagesDropped, PromptNotKept
 from kvbridge.tier.keys import NO_KEYS, Keys, Link
 from tests.helpers.node_bench import FULL, HISTORY, DecodeBench, KeyedDecode, keys_of
-from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts
+from tests.helpers.rooms import GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts
 
 OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbbbbbbb"
 
@@ -66,19 +65,6 @@ def test_the_second_of_two_is_offered_for_what_lacks_only(bench, over):
     bench.claim(second)
     bench.verbs.release(room=2)
     assert (bench.cached, bench.free) == (4, 16)
-
-
-def test_an_offer_that_names_a_page_of_its_prefix_or_of_its_node_alone_is_refused(bench):
-    bench.whole(1, 3 * PAGE)
-    room = bench.keyed(2, 4 * PAGE)
-    offer = bench.told(Offer)[-1]
-    with pytest.raises(InvalidInputError, match=r"holds the first 3 pages .* begins with page 0"):
-        check_offer(
-            offer.model_copy(update={"tables": to_wire(room.tables)}), GEOMETRY, prompt_tokens=room.prompt_tokens
-        )
-    table = offer.tables[0].model_copy(update={"space": IndexSpace.FULL_COPY})
-    with pytest.raises(InvalidInputError, match="offers pages of 'full_twin', which no peer writes"):
-        check_offer(offer.model_copy(update={"tables": (table,)}), GEOMETRY, prompt_tokens=room.prompt_tokens)
 
 
 # ------------------------------------------------------------------------------------------- namespaces
@@ -132,18 +118,6 @@ def test_of_a_writer_that_does_not_say_what_it_computed_nothing_ever_stays(bench
     assert "has not stated the page keys" in told.reason
 
 
-def by_two_writers(bench: DecodeBench, tokens: int, stated: dict[tuple[str, object], Keys]) -> DecodeRoom:
-    """A room of which two ranks send half each, and say what they have computed."""
-    places = (ADDRESS, OTHER) if any(peer == OTHER_PREFILL for peer, _ in stated) else (ADDRESS,)
-    bench.admit(1, tokens, page_hashes=keys_of(tokens).data, prefill=places)
-    room = bench.room()
-    for (peer, writer), keys in stated.items():
-        owed = room.writers[peer].shares[writer].rows(prompt_tokens=tokens, prefix_tokens=0)
-        amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
-        bench.done(peer, writer, amounts=amounts, keys_digest=keys.digest, end_key=keys.end)
-    return room
-
-
 @pytest.mark.parametrize("page", [0, 1, 2])
 def test_a_writer_with_another_prompt_fails_the_room_and_nothing_of_it_stays(bench, page):
     """Wherever it differs: all keys are compared, not the last one."""
@@ -157,7 +131,11 @@ def test_a_writer_with_another_prompt_fails_the_room_and_nothing_of_it_stays(ben
 def test_writers_whose_prompts_end_differently_fail_the_room(bench):
     bench.nodes.know(ranks=(R0, R1), tp_size=2)
     tokens = PAGE + 5
-    room = by_two_writers(bench, tokens, {(PREFILL, R0): keys_of(tokens), (PREFILL, R1): other_end(tokens)})
+    room = bench.keyed(1, tokens)
+    for rank, keys in ((R0, keys_of(tokens)), (R1, other_end(tokens))):
+        owed = room.writers[PREFILL].shares[rank].rows(prompt_tokens=tokens, prefix_tokens=0)
+        amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
+        bench.done(rank=rank, amounts=amounts, keys_digest=keys.digest, end_key=keys.end)
     assert (room.shown, room.reason_code) == (RoomState.FAILED, "key_mismatch")
     assert "ends with other tokens" in room.reason
 

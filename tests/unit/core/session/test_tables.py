@@ -1,15 +1,33 @@
+"""The literals of a room's life: what events lead to, and what messages mean. `unit/node/test_hearing.py` holds nodes to them."""
+
 from __future__ import annotations
 
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 import kvbridge.core.session
 from kvbridge.core.errors import IntegrityError
-from kvbridge.core.session.decode import DECODE_TABLE, DecodeAction, DecodeEvent, DecodeState
-from kvbridge.core.session.prefill import PREFILL_TABLE, PrefillAction, PrefillEvent, PrefillState
-from kvbridge.core.session.tables import Table
+from kvbridge.core.session import decode, prefill
+from kvbridge.core.session.decode import (
+    DECODE_HEARS,
+    DECODE_TABLE,
+    DecodeAction,
+    DecodeEvent,
+    DecodeMessage,
+    DecodeState,
+)
+from kvbridge.core.session.prefill import (
+    PREFILL_HEARS,
+    PREFILL_TABLE,
+    PrefillAction,
+    PrefillEvent,
+    PrefillMessage,
+    PrefillState,
+)
+from kvbridge.core.session.tables import Meaning, Table
 from tests.helpers.session_tables import tables_markdown
 
 SIDES = pytest.mark.parametrize(
@@ -55,10 +73,7 @@ def test_pages_of_an_offered_room_come_back_by_proof_only():
         for event, (target, actions) in row.items():
             freed = PrefillAction.FREE_SOURCE in actions
             assert freed == (target in PREFILL_TABLE.final and state not in PREFILL_TABLE.final)
-            if freed and state not in {
-                PrefillState.ADMITTED,
-                PrefillState.AWAITED,
-            }:  # of which nobody knows where to send it
+            if freed and state not in {PrefillState.ADMITTED, PrefillState.AWAITED}:  # nobody knows where to send it
                 assert event in {PrefillEvent.DRAINED, PrefillEvent.ALL_SENT}
 
 
@@ -75,22 +90,21 @@ class _State(StrEnum):
 
 class _Event(StrEnum):
     GO = "go"
+    STOP = "stop"
+
+
+def to(state, **more):
+    return {_Event.GO: (state, ())} | more
 
 
 @pytest.mark.parametrize(
     ("rows", "complaint"),
     [
-        ({_State.A: {_Event.GO: (_State.END, ())}, _State.END: {}}, "without a row"),
-        ({_State.A: {_Event.GO: (_State.END, ())}, _State.B: {}, _State.END: {}}, "nothing leads to"),
-        ({_State.A: {_Event.GO: (_State.B, ())}, _State.B: {}, _State.END: {}}, "nothing leads to"),
-        (
-            {
-                _State.A: {_Event.GO: (_State.END, ())},
-                _State.B: {_Event.GO: (_State.END, ())},
-                _State.END: {_Event.GO: (_State.B, ())},
-            },
-            "leads out of",
-        ),
+        ({_State.A: to(_State.END), _State.END: {}}, "without a row"),
+        ({_State.A: to(_State.END), _State.B: {}, _State.END: {}}, "nothing leads to"),
+        ({_State.A: to(_State.B), _State.B: {}, _State.END: {}}, "nothing leads to"),
+        ({_State.A: to(_State.END), _State.B: to(_State.END), _State.END: to(_State.B)}, "leads out of"),
+        ({_State.A: to(_State.B, stop=(_State.END, ())), _State.B: to(_State.B), _State.END: {}}, "never end"),
     ],
 )
 def test_a_table_with_a_hole_is_found(rows, complaint):
@@ -99,17 +113,30 @@ def test_a_table_with_a_hole_is_found(rows, complaint):
         table.check_integrity()
 
 
-def test_a_state_that_never_ends_is_found():
-    class Loop(StrEnum):
-        A = "a"
-        END = "end"
-        ROUND = "round"
+# ------------------------------------------------------------------------------------------- messages
 
-    class Turn(StrEnum):
-        GO = "go"
-        STOP = "stop"
 
-    rows = {Loop.A: {Turn.GO: (Loop.ROUND, ()), Turn.STOP: (Loop.END, ())}, Loop.ROUND: {Turn.GO: (Loop.ROUND, ())}}
-    table = Table(rows | {Loop.END: {}}, start=Loop.A, final=frozenset({Loop.END}))
-    with pytest.raises(IntegrityError, match="never end"):
-        table.check_integrity()
+@pytest.mark.parametrize(("hearing", "side"), [(PREFILL_HEARS, prefill), (DECODE_HEARS, decode)])
+def test_every_state_has_a_row_and_every_word_is_used(hearing, side):
+    role = side.__name__.rpartition(".")[2].capitalize()
+    states, speakers, messages = (getattr(side, f"{role}{kind}") for kind in ("State", "Speaker", "Message"))
+    assert set(hearing.rows) == set(states)
+    rows = [*hearing.rows.values(), hearing.unknown]
+    assert {speaker for row in rows for speaker in row} == set(speakers)
+    assert {message for row in rows for said in row.values() for message in said} == set(messages)
+    for state, speaker, message in product([*states, None], [*speakers, None], messages):
+        listed = (hearing.unknown if state is None else hearing.rows[state]).get(speaker, {})
+        assert hearing.meaning(state, speaker, message) is listed.get(message)
+
+
+def test_words_that_give_pages_back_are_listed_only_where_pages_may_be_touched():
+    """Done and Drained count as proof from the offer on, and RoomClosed once a rank was told to close."""
+    written = {DecodeState.OFFERED, DecodeState.ABORTING, DecodeState.FAILING}
+    for state, row in DECODE_HEARS.rows.items():
+        for said in row.values():
+            for message in {DecodeMessage.DONE, DecodeMessage.DRAINED} & said.keys():
+                assert state in written or said[message] is Meaning.LATE
+    for state, row in PREFILL_HEARS.rows.items():
+        for said in row.values():
+            if said.get(PrefillMessage.ROOM_CLOSED, Meaning.LATE) is not Meaning.LATE:
+                assert state in {PrefillState.ABORTING, PrefillState.FAILING}
