@@ -13,18 +13,15 @@ from functools import partial, reduce
 from operator import xor
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.wire.codec import pack_rank
-from kvbridge.core.wire.messages import (
-    NodeDescription,
-    PeerMessage,
-    RankDescription,
-    TransportEndpoint,
-)
+from kvbridge.core.wire.messages import NodeDescription, PeerMessage, RankDescription, TransportEndpoint
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints, Send, Verified, Verify
 from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
+from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.rooms import RoomParts
@@ -40,6 +37,7 @@ from tests.helpers.rooms import (
     DECODE,
     DECODE_LIMITS,
     GEOMETRY,
+    PAGE,
     R0,
     EngineVerbs,
     RecordedEvents,
@@ -48,11 +46,9 @@ from tests.helpers.rooms import (
     run_inspection,
 )
 from tests.helpers.simulated_calls import SimulatedCalls
-from tests.helpers.simulated_checks import Checked
-from tests.helpers.simulated_memory import Memory, keys_of
+from tests.helpers.simulated_memory import PAGES, RANKS, EnginePool, Memory, keys_of, wrong_pages
 from tests.helpers.simulated_nodes import (
     DESTINATION,
-    PAGES,
     TRANSPORTS,
     DecodeRanks,
     Engines,
@@ -61,7 +57,6 @@ from tests.helpers.simulated_nodes import (
     digested,
     owner_of,
 )
-from tests.helpers.simulated_pool import EnginePool
 from tests.helpers.simulated_prefill import OneLink, PrefillNode, own_admission
 
 STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")
@@ -70,8 +65,8 @@ BEGUN = STAGES[: STAGES.index("begun") + 1]
 Tried = Callable[[Callable[[], object]], object]
 
 
-class World(SimulatedCalls, Checked):
-    """Both nodes and what lies between them."""
+class World(SimulatedCalls):
+    """Both nodes and what lies between them. Pages are never used twice, and what a room has been given is what its prompt says."""
 
     def __init__(self, *, adopted: bool, digest: DigestKind = DigestKind.NONE, shares: bool = False) -> None:
         self.adopted = adopted
@@ -380,3 +375,60 @@ class World(SimulatedCalls, Checked):
         if not self.shares:
             return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)
         return sum(self.prefill.book.available_pages().values()), sum(self.book.available_pages().values())
+
+    # ------------------------------------------------------------------ what must be true at every moment
+
+    def check(self) -> None:
+        prefill = self.prefill
+        prefill.book.check_integrity()
+        self.book.check_integrity()
+        prefill.pool.check()
+        self.pool.check()
+        self._check_cached(prefill.prefixes, prefill.memory)
+        self._check_cached(self.prefixes, self.memory)
+        touched = {PageState.LEASED, PageState.QUARANTINED}
+        for owner, _ in prefill.in_flight():
+            assert prefill.book.state(owner) in touched, f"source pages of {owner} are {prefill.book.state(owner)}"
+        for owner, path in prefill.in_flight() | self.on_their_way:
+            if self.is_open(path):
+                assert self.book.state(owner) in touched, f"destination of {owner} is {self.book.state(owner)}"
+        if not self.adopted:
+            for owner in prefill.engines.in_use():
+                assert prefill.book.state(owner) is not PageState.FREE, f"{owner} is free while an engine writes it"
+        for owner in self.engines.in_use():
+            assert self.book.state(owner) in {PageState.HELD, PageState.QUARANTINED}, f"{owner} is read, not held"
+        taken_for_lies = [code for code in self.events.refusals if code.startswith(("unexpected_", "foreign_"))]
+        assert not taken_for_lies, "both nodes keep to the protocol, whatever crosses"
+        self.events.facts.clear()
+        for rooms in (self.receiver.book, prefill.service.book):
+            assert rooms.open() == [room for room in rooms if not rooms._describe_state(room).final]
+        for room in self.receiver.book:
+            self._check_commit(room)
+            if self.shares and room.owner in self.engines.in_use():
+                self._check_bytes(room)
+
+    def _check_cached(self, prefixes: PrefixCache | None, memory: Memory) -> None:
+        """Pins add up, and every prefix that a next room would find holds what it says."""
+        if prefixes is None:
+            return
+        prefixes.check_integrity()
+        for generation in range(3):
+            keys = keys_of(Owner(0, generation), 3 * PAGE)
+            pages = prefixes.index.pages(prefixes.index.match(keys.in_namespace("")))[IndexSpace.FULL]
+            tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, pages)}
+            wrong = wrong_pages(memory, RANKS, tables, keys.to_list()[: len(pages)])
+            assert not wrong, f"cached, and wrong: {wrong}"
+
+    def _check_bytes(self, room: DecodeRoom) -> None:
+        wrong = wrong_pages(self.memory, RANKS, room.tables, self.labels(room))
+        assert not wrong, f"{room.owner} is committed, and {wrong}"
+
+    def _check_commit(self, room: DecodeRoom) -> None:
+        if room.state is not DecodeState.COMMITTED or self.prefill.incarnation not in room.writers:
+            return
+        if self.shares:
+            self._check_bytes(room)
+        assert room.owner not in {owner for owner, _ in self.prefill.in_flight() | self.on_their_way}
+        assert self.prefill.ordered[room.owner] <= self.prefill.succeeded
+        assert set(room.metadata) == {str(rank) for rank in RANKS}
+        assert self.digest is DigestKind.NONE or room.owner in self.verified

@@ -38,11 +38,9 @@ from kvbridge.core.wire.worker_messages import (
     WorkerToNode,
 )
 from kvbridge.pool.accounts.pages import Owner
-from tests.helpers.rooms import GEOMETRY, PAGE, R0, R1, manifest
-from tests.helpers.simulated_memory import GARBAGE, Memory, pages_sent
+from tests.helpers.rooms import GEOMETRY, PAGE, R0, manifest
+from tests.helpers.simulated_memory import GARBAGE, RANKS, Memory, pages_sent
 
-PAGES = 8
-RANKS = (R0, R1)
 DESTINATION = manifest(base=1 << 40)
 PAIRINGS = {
     rank: Pairing.create(

@@ -22,9 +22,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.rooms import DECODE, GEOMETRY, PREFILL_LIMITS, EngineVerbs, welcome_of
-from tests.helpers.simulated_memory import Memory
-from tests.helpers.simulated_nodes import PAGES, RANKS, Engines, Path, Worker
-from tests.helpers.simulated_pool import EnginePool
+from tests.helpers.simulated_memory import PAGES, RANKS, EnginePool, Memory
+from tests.helpers.simulated_nodes import Engines, Path, Worker
 
 if TYPE_CHECKING:
     from tests.helpers.room_simulation import World

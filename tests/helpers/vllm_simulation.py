@@ -16,8 +16,7 @@ from kvbridge.node.engines import AttachedEngine
 from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.room_simulation import World
 from tests.helpers.rooms import ADDRESS, PAGE, R0
-from tests.helpers.simulated_memory import GARBAGE
-from tests.helpers.simulated_nodes import RANKS
+from tests.helpers.simulated_memory import GARBAGE, RANKS
 from tests.helpers.simulated_vllm import Engine, Job, Memory, job
 from tests.helpers.vllm_links import attach, rooms_at
 

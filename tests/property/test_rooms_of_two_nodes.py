@@ -26,8 +26,7 @@ from kvbridge.tier.keys import Keys
 from tests.helpers.examples import fewer
 from tests.helpers.room_simulation import BEGUN, STAGES, World
 from tests.helpers.rooms import PAGE
-from tests.helpers.simulated_memory import keys_of
-from tests.helpers.simulated_nodes import PAGES, RANKS
+from tests.helpers.simulated_memory import PAGES, RANKS, keys_of
 
 ROOMS = st.integers(1, 2)
 GENERATIONS = st.integers(1, 3)

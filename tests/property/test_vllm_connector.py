@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.examples import fewer
 from tests.helpers.rooms import PAGE
-from tests.helpers.simulated_nodes import RANKS
+from tests.helpers.simulated_memory import RANKS
 from tests.helpers.simulated_vllm import Status
 from tests.helpers.vllm_simulation import BLOCKS, Pair
 
