@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import socket as unix
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
+import structlog
 import zmq
 from zmq.utils import z85
 
-from kvbridge.control.keys import AllowList, CurveKeys
+from kvbridge.control.keys import CurveKeys, read_allowed
 from kvbridge.control.sockets import ACCEPTED, LoopSocket, Parts, SocketContext
-from kvbridge.core.addresses import parse_tcp
+from kvbridge.core.addresses import PeerAddress, parse_tcp
+from kvbridge.core.errors import BridgeError, UnauthorizedError
+
+log = structlog.get_logger(__name__)
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"kvbridge"
@@ -19,23 +24,57 @@ _ZAP_VERSION = b"1.0"
 
 
 class Gate:
-    """Which keys may come in, and for which instances they may speak. Without keys of our own, anybody for any."""
+    """Whose keys a node accepts, and for which instances they may speak. Without keys of its own a node accepts everybody."""
 
-    def __init__(self, keys: CurveKeys | None) -> None:
+    def __init__(self, keys: CurveKeys | None, entries: Iterable[str] = (), path: Path | None = None) -> None:
+        """Begin with `keys.allowed`, or with the list of `entries` and the file `path`. Raises as `read_allowed`."""
         self._own = keys.public if keys else ""
-        self._allowed: AllowList = keys.allowed if keys else {}
+        self._entries, self._path = tuple(entries), path if keys else None
+        self._stamp = self._look()
+        self.allowed = read_allowed(self._entries, path) if self._path else keys.allowed if keys else {}
 
     def allows(self, key: str) -> bool:
         """Whether the holder of a key may come in, and go on speaking. `key` is empty where there are no keys."""
-        return key == self._own or key in self._allowed
+        return key == self._own or key in self.allowed
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that a key may speak for; empty: any."""
-        return self._allowed.get(key, frozenset())
+        return self.allowed.get(key, frozenset())
 
-    def replace(self, allowed: AllowList) -> None:
-        """Put another list in force."""
-        self._allowed = allowed
+    def check_server(self, address: PeerAddress) -> None:
+        """Raise UnauthorizedError for a prefill node that this decode node is not to write its memory.
+
+        An empty list leaves the choice to whoever may admit requests here: they name the node and its key.
+        """
+        if self.allowed and not self.allows(address.public_key):
+            raise UnauthorizedError(
+                f"the prefill node at {address.endpoint} has key {address.public_key or '(none)'}, which this decode node "
+                "does not accept: list it in control.curve.allowed_keys_file, or leave the list empty to accept every "
+                "node that a request names"
+            )
+
+    def follow(self) -> bool:
+        """Look at the file; whether another list is in force now. A list that cannot be read leaves the former one in force."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            fresh = read_allowed(self._entries, self._path)
+        except BridgeError as error:
+            log.error("allowed_keys_unreadable", effect="the former list stays in force", reason=str(error))
+            return False
+        changed, self.allowed = fresh != self.allowed, fresh
+        if changed:
+            log.info("allowed_keys_changed", keys=len(fresh))
+        return changed
+
+    def _look(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat() if self._path else None
+        except OSError:
+            return (0,)
+        return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode) if found else ()
 
 
 def user_of(frame: zmq.Frame) -> str:

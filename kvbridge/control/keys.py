@@ -177,37 +177,6 @@ def parse_entry(text: str, where: str) -> tuple[str, str] | None:
     return words[0], words[1] if len(words) == 2 else ""
 
 
-class AllowedKeys:
-    """The allow-list of a running daemon: fixed entries, and a file that is read again when it has changed."""
-
-    def __init__(self, entries: Iterable[str], path: Path | None) -> None:
-        """Raises ConfigError as `read_allowed`."""
-        self._entries = tuple(entries)
-        self._path = path
-        self._stamp = self._look()
-        self.current = read_allowed(self._entries, path)
-
-    def refresh(self) -> bool:
-        """Look at the file; whether `current` is another list now. Raises ConfigError once a change, keeping the list."""
-        stamp = self._look()
-        if stamp == self._stamp:
-            return False
-        self._stamp = stamp
-        fresh = read_allowed(self._entries, self._path)
-        changed = fresh != self.current
-        self.current = fresh
-        return changed
-
-    def _look(self) -> tuple[int, ...]:
-        if self._path is None:
-            return ()
-        try:
-            found = self._path.stat()
-        except OSError:
-            return (0,)
-        return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
-
-
 def readable_by_design(facts: os.stat_result) -> int:
     """The mode bits of a secret's file that may be there: root gives daemons of a group their secrets so (Kubernetes does)."""
     return stat.S_IRGRP if facts.st_uid == 0 != os.geteuid() else 0

@@ -12,14 +12,16 @@ import asyncio
 import ctypes
 import errno
 import itertools
+import os
 import select
 import socket as unix
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvbridge.control.processes import PeerProcess
 from kvbridge.control.runtime_directory import listen_at, remove_socket, require_private_directory
@@ -42,8 +44,6 @@ _GIVEN_UP = b""
 _DAEMON_ENDED = "the daemon has ended or closed the connection"
 _CLOSED = "this client is closed"
 _CONNECT_AGAIN_S = 0.02
-_ACCEPT_AGAIN_S = 1.0
-"""Pause after a connection could not be accepted, as when no descriptor is left."""
 _LAST_FRAMES_S = 0.2
 """How long a client that is closed waits for its last frames to leave."""
 
@@ -95,46 +95,38 @@ def _take_frames(received: bytearray, most_bytes: int) -> Iterator[bytes]:
         yield body
 
 
-class _Connection:
+class _Connection(asyncio.Protocol):
     """A client of a server."""
 
-    def __init__(self, socket: unix.socket, kind: str, number: int) -> None:
-        socket.setblocking(False)
-        self.socket = socket
-        self.process = PeerProcess.of_connection(socket)
-        self.name = f"{kind}-{self.process.pid}.{number}"
-        self.received = bytearray()
-        self._unsent = bytearray()
-        self._loop = asyncio.get_running_loop()
+    transport: asyncio.Transport
+    process: PeerProcess
+    name: str
 
-    @property
-    def closed(self) -> bool:
-        return self.socket.fileno() < 0
+    def __init__(self, server: LocalServer[Any, Any]) -> None:
+        self._server = server
+        self._received = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.process = PeerProcess.of_connection(transport.get_extra_info("socket"))
+        self._server.joined(self)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        self._server.heard(self, self._received)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:  # found by a write, while the last messages of the client are still to be read
+            with suppress(OSError):
+                while data := os.read(self.transport.get_extra_info("socket").fileno(), _READ_BYTES):
+                    self.data_received(data)
+        self._server.lost(self)
 
     def send(self, frame: bytes) -> None:
-        if len(self._unsent) + len(frame) > MAX_UNSENT_BYTES:
+        if self.transport.get_write_buffer_size() + len(frame) > MAX_UNSENT_BYTES:
             raise CapacityError(f"local client '{self.name}' does not read its messages, or is just going; it may hang")
-        self._unsent += frame
-        if len(self._unsent) == len(frame):  # else the loop sends it behind the others
-            self._flush()
-
-    def _flush(self) -> None:
-        try:
-            del self._unsent[: self.socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:  # the client is gone; its end is read behind its last message
-            self._unsent.clear()
-        if self._unsent:
-            self._loop.add_writer(self.socket, self._flush)
-        else:
-            self._loop.remove_writer(self.socket)
-
-    def close(self) -> None:
-        if not self.closed and not self._loop.is_closed():
-            self._loop.remove_reader(self.socket)
-            self._loop.remove_writer(self.socket)
-        self.socket.close()
+        self.transport.write(frame)
 
 
 class LocalServer(Generic[InboundT, OutboundT]):
@@ -167,7 +159,8 @@ class LocalServer(Generic[InboundT, OutboundT]):
         self._loop = asyncio.get_running_loop()
         self._socket = listen_at(path, to_group=to_group)
         self._inode = path.stat().st_ino
-        self._listen()
+        self._server: asyncio.Server | None = None
+        self._starting = self._loop.create_task(self._accept())
 
     def send(self, client: str, message: OutboundT) -> None:
         """Send to a client.
@@ -185,67 +178,59 @@ class LocalServer(Generic[InboundT, OutboundT]):
         """Give a client up and tell it. `on_gone` is not called. Harmless for one that is gone."""
         known = self._clients.pop(client, None)
         if known is not None:
-            known.send(framed(_GIVEN_UP))
-            known.close()
+            known.transport.write(framed(_GIVEN_UP))
+            known.transport.close()
             known.process.close()
 
     def close(self) -> None:
         """Stop listening and end every connection, without `on_gone`. Harmless when closed."""
         if self._socket.fileno() >= 0:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._socket)
+            self._starting.cancel()
+            if self._server is not None:
+                self._server.close()
             self._socket.close()
             remove_socket(self._path, self._inode)
         for known in self._clients.values():
-            known.close()
+            known.transport.close()
             known.process.close()
         self._clients.clear()
+
+    # ------------------------------------------------------------------ for connections
+
+    def joined(self, client: _Connection) -> None:
+        """A client has connected."""
+        client.name = f"{self._path.stem}-{client.process.pid}.{next(self._numbers)}"
+        self._clients[client.name] = client
+        client.send(self._greeting)
+
+    def heard(self, client: _Connection, received: bytearray) -> None:
+        """A client has sent something."""
+        try:
+            for body in _take_frames(received, self._inbound.max_frame_bytes):
+                self._take(client, body)
+                if client.name not in self._clients:  # by what the message led to
+                    return
+        except FrameError as error:
+            self._callbacks.on_refused(error.fault, f"{client.name}: {error}")
+            client.transport.abort()
+
+    def lost(self, client: _Connection) -> None:
+        """A connection has ended."""
+        if self._clients.pop(client.name, None) is None:
+            return
+        try:
+            self._callbacks.on_gone(client.name, client.process)
+        finally:
+            client.process.close()
+
+    async def _accept(self) -> None:
+        self._server = await self._loop.create_unix_server(lambda: _Connection(self), sock=self._socket)
 
     def _known(self, client: str) -> _Connection:
         try:
             return self._clients[client]
         except KeyError:
             raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started") from None
-
-    def _listen(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._loop.add_reader(self._socket, self._accept)
-
-    def _accept(self) -> None:
-        try:
-            socket, _ = self._socket.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._callbacks.on_refused(
-                "too_many_connections", f"a connection to {self._path} cannot be accepted: {error}"
-            )
-            self._loop.remove_reader(self._socket)
-            self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
-            return
-        client = _Connection(socket, self._path.stem, next(self._numbers))
-        client.send(self._greeting)
-        self._clients[client.name] = client
-        self._loop.add_reader(socket, self._read, client)
-
-    def _read(self, client: _Connection) -> None:
-        try:
-            data = client.socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:  # reset, since the client has not read everything
-            data = b""
-        client.received += data
-        try:
-            for body in _take_frames(client.received, self._inbound.max_frame_bytes):
-                self._take(client, body)
-                if client.closed:  # by what the message led to
-                    return
-        except FrameError as error:
-            self._callbacks.on_refused(error.fault, f"{client.name}: {error}")
-            data = b""
-        if not data:
-            self._lose(client)
 
     def _take(self, client: _Connection, body: bytes) -> None:
         message: InboundT | None = None
@@ -258,14 +243,6 @@ class LocalServer(Generic[InboundT, OutboundT]):
             self._callbacks.on_refused(error.code, f"{type(message).__name__} of {client.name}: {error}")
         except Exception as error:  # noqa: BLE001 - a defect costs one message, not those behind it
             self._loop.call_exception_handler({"message": f"a message of {client.name}", "exception": error})
-
-    def _lose(self, client: _Connection) -> None:
-        client.close()
-        del self._clients[client.name]
-        try:
-            self._callbacks.on_gone(client.name, client.process)
-        finally:
-            client.process.close()
 
 
 class LocalClient(Generic[InboundT, OutboundT]):
@@ -280,20 +257,17 @@ class LocalClient(Generic[InboundT, OutboundT]):
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
         *,
-        on_refused: Callable[[str, str], None] = _ignore,
         daemon_user: int | None = None,
     ) -> None:
-        """Connect, if the daemon is there; `send` waits for one that is not.
+        """Connect if the daemon is there; `send` waits for a daemon that is not.
 
-        `inbound`: of what this end receives. `daemon_user`: the number of the daemon's user (default: this process's). Raises
-        ConfigError on an unfit path, and for a runtime directory of another user or one that others can write; where there is
-        none yet, `send` does.
+        `daemon_user`: the number of the daemon's user (default: this process's). Raises ConfigError on an unfit path, and for a
+        runtime directory of another user or one that others can write.
         """
         check_ipc_path(str(path))
         self._path = path
         self._inbound = inbound
         self._outbound = outbound
-        self._on_refused = on_refused
         self._daemon_user = daemon_user
         self._socket: unix.socket | None = None
         self._unsent = bytearray()
@@ -332,17 +306,15 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def receive(self, timeout_s: float) -> InboundT | None:
         """Return the next message, or None when none came within `timeout_s` (0 only looks).
 
-        Raises PeerError once the daemon is gone and its last message was read. Malformed messages are refused.
+        Raises PeerError once the daemon is gone and its last message was read. What is no message of the conversation is dropped.
         """
         deadline_s = time.monotonic() + timeout_s
         if not self._reach(deadline_s):
             return None
         while True:
             while self._bodies:
-                try:
+                with suppress(FrameError):  # of a later release
                     return self._inbound.decode_body(self._bodies.popleft())
-                except FrameError as error:
-                    self._on_refused(error.fault, str(error))
             self._flush()
             events = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
             if not self._read() and not self._wait(events, deadline_s):
@@ -420,7 +392,6 @@ class LocalClient(Generic[InboundT, OutboundT]):
             for body in _take_frames(self._received, self._inbound.max_frame_bytes):
                 self._take(body)
         except FrameError as error:
-            self._on_refused(error.fault, str(error))
             self._gone = str(error)
         return True
 

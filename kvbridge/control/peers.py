@@ -66,9 +66,15 @@ class PeerServer:
     """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop; close it."""
 
     def __init__(
-        self, identity: PeerIdentity, callbacks: PeerCallbacks, endpoint: str, *, settings: PeerSettings | None = None
+        self,
+        identity: PeerIdentity,
+        callbacks: PeerCallbacks,
+        endpoint: str,
+        *,
+        settings: PeerSettings | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        """Listen; `endpoint` is the real one afterwards (port 0 picks a port).
+        """Listen; `endpoint` is the real one afterwards (port 0 picks a port). `gate`: of `identity.keys` unless given.
 
         Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
         this machine without keys.
@@ -79,7 +85,7 @@ class PeerServer:
         self._callbacks = callbacks
         self._owner = LinkOwner(identity.incarnation, callbacks, settings, self._put, self._on_over)
         self._links: dict[str, Link] = {}
-        self.gate = Gate(identity.keys)
+        self.gate = gate or Gate(identity.keys)
         most = settings.max_connections
         too_many = f"{most} connections stand, the most (control.max_connections)"
         with ExitStack() as opened:

@@ -16,7 +16,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.parts import NodeParts
-from kvbridge.daemon.peer_setup import AllowedPeers, peer_settings, why_lost
+from kvbridge.daemon.peer_setup import gate_of, peer_settings, why_lost
 from kvbridge.node.prefill.decode_nodes import DecodeNodes, Ended
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.telemetry.facts import MessageUndelivered
@@ -34,7 +34,6 @@ class DecodeLinks:
         self._parts = parts
         self._events = parts.events
         self._server: PeerServer | None = None
-        self._allowed: AllowedPeers
         self._nodes: DecodeNodes
         self._rooms: PrefillRooms
         self._inspector = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
@@ -56,9 +55,9 @@ class DecodeLinks:
             # It may have given the pages of our rooms to others meanwhile.
             on_reset=lambda peer: self._nodes.gone(peer, "it had given this node up, and begins anew"),
         )
-        self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
         control, keys = self._config.control, identity.keys
-        self._server = PeerServer(identity, callbacks, control.bind, settings=peer_settings(self._config))
+        settings, gate = peer_settings(self._config), gate_of(control.curve, keys)
+        self._server = PeerServer(identity, callbacks, control.bind, settings=settings, gate=gate)
         endpoint = control.advertised(self._server.endpoint)
         return PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
 
@@ -67,8 +66,7 @@ class DecodeLinks:
         server = self._server
         if server is None:
             return
-        if self._allowed.follow():
-            server.gate.replace(self._allowed.current)
+        if server.gate.follow():
             for peer in server.barred():
                 self._lose(peer, "its key was taken off the list of allowed keys (control.curve)")
         for peer in server.peers:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import structlog
-
 from kvbridge.api.directory import ControlMode
 from kvbridge.config.endpoints import CurveConfig
 from kvbridge.config.limits import DaemonTimeouts
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.control.keys import AllowedKeys, AllowList, CurveKeys, load_keys, read_allowed
+from kvbridge.control.gate import Gate
+from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import Link, PeerSettings
 from kvbridge.core.addresses import PeerAddress, is_loopback, parse_tcp
-from kvbridge.core.errors import BridgeError, UnauthorizedError
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.daemon.descriptors import affordable
-
-log = structlog.get_logger(__name__)
 
 HANDSHAKE_S = 10.0
 """A connection between nodes on which nobody has proved who he is after so long is closed."""
@@ -31,45 +27,9 @@ def curve_keys(curve: CurveConfig) -> CurveKeys | None:
     return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
 
 
-class AllowedPeers:
-    """Whose keys a node accepts. Without keys of its own it accepts everybody, on loopback."""
-
-    def __init__(self, curve: CurveConfig, keys: CurveKeys | None) -> None:
-        """Raises ConfigError for a list that cannot be read."""
-        self._own = keys.public if keys else ""
-        self._list = AllowedKeys(curve.allowed_public_keys, curve.allowed_keys_file) if keys else None
-
-    @property
-    def current(self) -> AllowList:
-        """The list in force."""
-        return self._list.current if self._list else {}
-
-    def follow(self) -> bool:
-        """Look at the file; whether another list is in force now. One that cannot be read leaves the former in force."""
-        try:
-            if self._list is None or not self._list.refresh():
-                return False
-        except BridgeError as error:
-            log.error("allowed_keys_unreadable", effect="the former list stays in force", reason=str(error))
-            return False
-        log.info("allowed_keys_changed", keys=len(self.current))
-        return True
-
-    def names_of(self, key: str) -> frozenset[str]:
-        """The instances that a key may speak for; empty: any."""
-        return self.current.get(key, frozenset())
-
-    def check_server(self, address: PeerAddress) -> None:
-        """Raise UnauthorizedError for a prefill node that this decode node is not to write its memory.
-
-        An empty list leaves the choice to whoever may admit requests here: they name the node and its key.
-        """
-        if self.current and address.public_key != self._own and address.public_key not in self.current:
-            raise UnauthorizedError(
-                f"the prefill node at {address.endpoint} has key {address.public_key or '(none)'}, which this decode node "
-                "does not accept: list it in control.curve.allowed_keys_file, or leave the list empty to accept every "
-                "node that a request names"
-            )
+def gate_of(curve: CurveConfig, keys: CurveKeys | None) -> Gate:
+    """Return the list of allowed keys of a running node. Raises ConfigError for a list that cannot be read."""
+    return Gate(keys, curve.allowed_public_keys, curve.allowed_keys_file)
 
 
 def control_modes(config: PrefillConfig | DecodeConfig, listening: PeerAddress | None) -> tuple[ControlMode, ...]:

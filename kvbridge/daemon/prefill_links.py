@@ -6,12 +6,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
 from kvbridge.config.schema import DecodeConfig
+from kvbridge.control.gate import Gate
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
@@ -20,7 +20,7 @@ from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.parts import NodeParts
-from kvbridge.daemon.peer_setup import AllowedPeers, peer_settings, why_lost
+from kvbridge.daemon.peer_setup import gate_of, peer_settings, why_lost
 from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.rooms import DecodeRooms
@@ -30,14 +30,6 @@ log = structlog.get_logger(__name__)
 
 KEPT_SHARE = 4
 """One in so many links is kept for addresses that have answered before, so that those who name wrong ones do not take them all."""
-
-
-@dataclass(eq=False)
-class _Opened:
-    """A link, and the address that it leads to."""
-
-    address: PeerAddress
-    client: PeerClient = field(init=False)
 
 
 class PrefillLinks:
@@ -51,11 +43,11 @@ class PrefillLinks:
         self._parts = parts
         self._events = parts.events
         self._context: SocketContext | None = None
-        self._opened: dict[PeerAddress, _Opened] = {}
+        self._opened: dict[PeerAddress, PeerClient] = {}
         self._met: OrderedDict[PeerAddress, None] = OrderedDict()
         """Addresses that have answered, those that were heard of last at the end."""
         self._identity: PeerIdentity
-        self._allowed: AllowedPeers
+        self._gate: Gate
         self._nodes: PrefillNodes
         self._rooms: DecodeRooms
         self._fence: Fence
@@ -76,17 +68,17 @@ class PrefillLinks:
     def open(self, identity: PeerIdentity) -> None:
         """Say as whom links are opened. A decode node listens to nobody."""
         self._identity = identity
-        self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
+        self._gate = gate_of(self._config.control.curve, identity.keys)
         self.settings = peer_settings(self._config)
         self._context = SocketContext()
 
     def watch(self) -> None:
         """Send heartbeats; look for prefill nodes that are lost, or whose key is not accepted any more."""
-        for opened in list(self._opened.values()):
-            self._look(opened)
-        for address in list(self._opened) if self._allowed.follow() else ():
+        for address in list(self._opened):
+            self._look(address)
+        for address in list(self._opened) if self._gate.follow() else ():
             try:
-                self._allowed.check_server(address)
+                self._gate.check_server(address)
             except BridgeError as error:
                 self._nodes.lost(address, str(error))
         for address in list(self._opened):
@@ -96,7 +88,7 @@ class PrefillLinks:
         """Let the last messages out, of all links at once, and close the links. No link is opened from now on."""
         context, self._context = self._context, None
         try:
-            await asyncio.gather(*(opened.client.flush(timeout_s) for opened in self._opened.values()))
+            await asyncio.gather(*(client.flush(timeout_s) for client in self._opened.values()))
         finally:
             for address in tuple(self._opened):
                 self.disconnect(address)
@@ -119,7 +111,7 @@ class PrefillLinks:
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""
-        return self._allowed.names_of(key)
+        return self._gate.names_of(key)
 
     def __contains__(self, address: PeerAddress) -> bool:
         return address in self._opened
@@ -141,40 +133,35 @@ class PrefillLinks:
                 f"{KEPT_SHARE} of them to addresses that have answered before. Those that do not answer are closed after "
                 "timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
-        self._allowed.check_server(address)
-        opened = _Opened(address)
+        self._gate.check_server(address)
         client = partial(
             PeerClient,
             self._identity,
-            self._callbacks(opened),
+            self._callbacks(address),
             address.endpoint,
             server_key=address.public_key,
             context=self._context,
             settings=self.settings,
         )
-        opened.client = Context().run(client)  # what it hears later is not of the request that needed it first
-        self._opened[address] = opened
+        self._opened[address] = Context().run(client)  # what it hears later is not of the request that needed it first
 
-    def _callbacks(self, opened: _Opened) -> PeerCallbacks:
+    def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
         return PeerCallbacks(
-            lambda peer, message: self._received(opened, peer, message),
-            on_undelivered=lambda _peer, message, age_s: self._undelivered(opened.address, message, age_s),
+            partial(self._received, address),
+            on_undelivered=lambda _peer, message, age_s: self._undelivered(address, message, age_s),
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
-            on_reset=lambda incarnation: self._reset(opened, incarnation),
-            on_met=lambda incarnation: self._is_same(opened, incarnation),
-            on_cut=lambda: self._look_again(opened),
+            on_reset=partial(self._reset, address),
+            on_met=partial(self._is_same, address),
+            on_cut=partial(self._look_again, address),
         )
 
-    def _received(self, opened: _Opened, peer: str, message: PeerMessage) -> None:
-        self._meet(opened.address)
-        self._nodes.received(opened.address, peer, message)
-
-    def _meet(self, address: PeerAddress) -> None:
+    def _received(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
         self._met[address] = None
         self._met.move_to_end(address)
         if len(self._met) > self.settings.max_connections:
             self._met.popitem(last=False)
+        self._nodes.received(address, peer, message)
 
     def _undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
         """Give a node up that acknowledges nothing."""
@@ -184,37 +171,35 @@ class PrefillLinks:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
             self._nodes.lost(address, why)
 
-    def _reset(self, opened: _Opened, incarnation: str) -> None:
-        if not self._is_same(opened, incarnation):
-            self._nodes.restarted(opened.address)
+    def _reset(self, address: PeerAddress, incarnation: str) -> None:
+        if not self._is_same(address, incarnation):
+            self._nodes.restarted(address)
 
-    def _is_same(self, opened: _Opened, incarnation: str) -> bool:
-        """Return whether a link leads to that incarnation already, by another address; who has another key is another node."""
-        key = opened.address.public_key
-        for address, other in self._opened.items():
-            if other is not opened and other.client.server == incarnation and address.public_key == key:
-                self._nodes.same(opened.address, address)
+    def _is_same(self, address: PeerAddress, incarnation: str) -> bool:
+        """Return whether another address leads to that incarnation already; whoever has another key is another node."""
+        for other, client in self._opened.items():
+            if other != address and client.server == incarnation and other.public_key == address.public_key:
+                self._nodes.same(address, other)
                 return True
         return False
 
-    def _look_again(self, opened: _Opened) -> None:
+    def _look_again(self, address: PeerAddress) -> None:
         """Look at a link when the connection that it lacks would have to be back."""
         limit_s = self._config.timeouts.control_heartbeat_s
-        asyncio.get_running_loop().call_later(limit_s, self._look, opened, context=Context())
+        asyncio.get_running_loop().call_later(limit_s, self._look, address, context=Context())
 
-    def _look(self, opened: _Opened) -> None:
-        if self._opened.get(opened.address) is not opened:
-            return
-        if reason := why_lost(self._config.timeouts, opened.client.link, connects=True):
-            self._nodes.lost(opened.address, reason)
+    def _look(self, address: PeerAddress) -> None:
+        client = self._opened.get(address)
+        if client is not None and (reason := why_lost(self._config.timeouts, client.link, connects=True)):
+            self._nodes.lost(address, reason)
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         """Queue a message; one that cannot be queued is logged. Dropped where there is no link."""
-        opened = self._opened.get(address)
-        if opened is None:
+        client = self._opened.get(address)
+        if client is None:
             return
         try:
-            opened.client.send(message)
+            client.send(message)
         except BridgeError as error:
             log.warning(
                 "peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error)
@@ -222,9 +207,9 @@ class PrefillLinks:
 
     def disconnect(self, address: PeerAddress) -> None:
         """Close a link; what was not acknowledged is not sent any more. Harmless where there is none."""
-        opened = self._opened.pop(address, None)
-        if opened is not None:
-            opened.client.close()
+        client = self._opened.pop(address, None)
+        if client is not None:
+            client.close()
 
     def soon(self, do: Callable[[], None]) -> None:
         """Have `do` called in the loop's next turn, on nobody's behalf."""

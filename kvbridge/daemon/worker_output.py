@@ -1,8 +1,7 @@
-"""What a rank worker's process writes, as lines of this daemon's log.
+"""The output of a rank worker's process, as lines of this daemon's log.
 
-A worker writes its log into a pipe of its own, as JSON whatever form the daemon's has, and the daemon writes it again in its own.
-The libraries below the worker write to standard error, without level or owner, also in the moment in which they end the process:
-whatever such a line looks like, it is no record of the worker's log.
+A worker writes its log as JSON into a pipe of its own, and the daemon logs each record in its own form. The libraries below the
+worker write to standard error, without level or owner, even while they end the process. A line there is never a record of the log.
 """
 
 from __future__ import annotations
@@ -30,33 +29,28 @@ LINES = 50
 
 _HARMLESS = re.compile(r"Local segment descriptor not found|Logging before InitGoogleLogging")
 """What Mooncake reports at every good start."""
-_LEVELS: tuple[tuple[re.Pattern[str], dict[str, int]], ...] = (
+_LEVELS = (
     # glog, which Mooncake uses: E1122 10:11:12.131415  4711 file.cpp:12] text
-    (
-        re.compile(r"^([IWEF])\d{4,8} \d\d:\d\d:\d\d"),
-        {"I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL},
-    ),
+    re.compile(r"^([IWEF])\d{4,8} \d\d:\d\d:\d\d"),
     # UCX, below NIXL: [1763806272.131415] [host:4711 :0] file.c:12  UCX  ERROR text
-    (
-        re.compile(r"\bUCX\s+(FATAL|ERROR|WARN|INFO|DEBUG)\b"),
-        {
-            "FATAL": logging.CRITICAL,
-            "ERROR": logging.ERROR,
-            "WARN": logging.WARNING,
-            "INFO": logging.INFO,
-            "DEBUG": logging.DEBUG,
-        },
-    ),
+    re.compile(r"\bUCX\s+([FEWID])(?:ATAL|RROR|ARN|NFO|EBUG)\b"),
 )
+_LETTERS = {
+    "D": logging.DEBUG,
+    "I": logging.INFO,
+    "W": logging.WARNING,
+    "E": logging.ERROR,
+    "F": logging.CRITICAL,
+}
 
 
 def level_of(text: str) -> int:
     """Return how serious a library's line is, by its own word; a warning when it says nothing."""
     if _HARMLESS.search(text):
         return logging.DEBUG
-    for pattern, levels in _LEVELS:
+    for pattern in _LEVELS:
         if found := pattern.search(text):
-            return levels[found[1]]
+            return _LETTERS[found[1]]
     return logging.WARNING
 
 
@@ -70,13 +64,11 @@ class _Pipe:
         os.set_blocking(self._reading_end, False)
 
     def started(self) -> None:
-        """The process has its end: read ours from now on."""
         os.close(self.writing_end)
         self.writing_end = -1
         asyncio.get_running_loop().add_reader(self._reading_end, self._read)
 
     def close(self) -> None:
-        """Take what is still there."""
         asyncio.get_running_loop().remove_reader(self._reading_end)
         while self._read():
             pass
@@ -102,45 +94,35 @@ class _Pipe:
         return True
 
     def _line(self, line: bytes) -> None:
-        text = line.decode(errors="replace").strip()
-        if text:
+        if text := line.decode(errors="replace").strip():
             self._take(text)
 
 
 class WorkerOutput:
-    """What one process writes. It gets `log_end` and `errors_end`, `started` says that it has them. Left when it has ended."""
+    """Logs the output of one process, from the moment at which it is entered until it is left, when the process has ended."""
 
     def __init__(self, rank: Rank, seldom: Seldom) -> None:
         self._rank = str(rank)
         self._seldom = seldom
-        self._pipes: tuple[_Pipe, ...] = ()
-
-    @property
-    def log_end(self) -> int:
-        """The descriptor that the worker's log is written to."""
-        return self._pipes[0].writing_end
-
-    @property
-    def errors_end(self) -> int:
-        """The descriptor of its standard error."""
-        return self._pipes[1].writing_end
-
-    def started(self) -> None:
-        """The process has its ends: read ours from now on."""
-        for pipe in self._pipes:
-            pipe.started()
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            for take in (self._own, self._foreign):
-                pipe = _Pipe(take)
-                opened.callback(pipe.close)
-                self._pipes += (pipe,)
+            self._log = _Pipe(self._own)
+            opened.callback(self._log.close)
+            self._errors = _Pipe(self._foreign)
+            opened.callback(self._errors.close)
             self._closing = opened.pop_all()
+        self.log_end, self.errors_end = self._log.writing_end, self._errors.writing_end
+        """The descriptors for the worker's log, and for its standard error."""
         return self
 
     def __exit__(self, *_: object) -> None:
         self._closing.close()
+
+    def started(self) -> None:
+        """The process has its ends: read ours from now on."""
+        self._log.started()
+        self._errors.started()
 
     def _own(self, text: str) -> None:
         try:

@@ -148,34 +148,28 @@ async def test_the_end_of_a_process_is_told_apart_from_that_of_its_connection(no
     await node.until_events((victim, Heartbeat()), ("gone", victim), ("ended", victim))
 
 
-async def test_a_client_that_is_given_up_reads_what_it_was_told_before(node):
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_client_learns_that_its_daemon_has_ended_or_given_it_up(node, ended):
+    """When it has read what it was told before. A daemon that lives goes on with what it was told."""
     (client, name), (other, other_name) = await node.joined(), await node.joined()
     node.server.send(name, Shutdown())
-    node.server.drop(name)
-    node.server.drop(name)
-    assert client.receive(WAIT_S) == Shutdown()
-    for call in (lambda: client.receive(WAIT_S), lambda: client.send(Heartbeat())):
-        with pytest.raises(PeerError, match=r"does not know this client"):
-            call()
-    assert not client.daemon_ended, "it has only given this client up, and goes on with what it was told"
-    node.server.send(other_name, Shutdown())
-    assert other.receive(WAIT_S) == Shutdown()
-    assert ("gone", name) not in node.events
-
-
-async def test_a_client_learns_that_its_daemon_ended(node):
-    client, name = await node.joined()
-    node.server.send(name, Shutdown())
-    node.server.close()
-    with pytest.raises(PeerError, match=r"daemon has ended"):
+    for _ in range(2):
+        node.server.close() if ended else node.server.drop(name)
+        await asyncio.sleep(0)
+    why = "daemon has ended" if ended else "does not know this client"
+    with pytest.raises(PeerError, match=why):
         client.send(Heartbeat())
-    assert client.receive(0) == Shutdown(), "said before the end"
-    with pytest.raises(PeerError, match=r"daemon has ended"):
+    assert client.receive(0) == Shutdown()
+    with pytest.raises(PeerError, match=why):
         client.receive(WAIT_S)
-    assert client.daemon_ended
+    assert client.daemon_ended is ended
+    assert ("gone", name) not in node.events
     client.close()
     with pytest.raises(ConflictError, match="closed"):
         client.send(Heartbeat())
+    if not ended:
+        node.server.send(other_name, Shutdown())
+        assert other.receive(WAIT_S) == Shutdown()
 
 
 def sent_until(error, send):
@@ -205,41 +199,48 @@ async def test_neither_end_waits_for_one_that_does_not_read(node):
     assert [(await asyncio.to_thread(client.receive, WAIT_S)).peer for _ in range(told)] == list(map(str, range(told)))
 
 
-class Raw:
+def raw(path):
     """A client that writes bytes."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(str(path))
+    return connection
 
-    def __init__(self, path):
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(str(path))
 
-    def __enter__(self):
-        return self.socket
-
-    def __exit__(self, *_):
-        self.socket.close()
+GOOD = framed(WORKER_TO_NODE.encode_body(Heartbeat()))
 
 
 @pytest.mark.parametrize(
     ("data", "refused"),
-    [(b"\x02\0\0\1\xc0", "version"), (b"\1\xff\xff\xff", "oversized"), (b"HTTP/1.1 200", "version")],
+    [
+        (framed(b""), "malformed"),
+        (framed(b"\xc1"), "malformed"),
+        (framed(b"\x80"), "type"),
+        (b"\x02\0\0\1\xc0", "version"),
+        (b"\1\xff\xff\xff", "oversized"),
+        (b"HTTP/1.1 200", "version"),
+    ],
 )
-async def test_bytes_behind_which_nothing_can_be_read_end_their_connection(node, data, refused):
-    with Raw(node.path) as raw:
-        raw.sendall(framed(WORKER_TO_NODE.encode_body(Heartbeat())) + data)
-        name = f"worker-{os.getpid()}.1"
-        await node.until_events((name, Heartbeat()), ("refused", refused), ("gone", name))
+async def test_refusals_are_counted_and_end_a_connection_on_which_nothing_can_be_read_any_more(node, data, refused):
+    name, ends = f"worker-{os.getpid()}.1", refused in {"version", "oversized"}
+    with raw(node.path) as wire:
+        wire.sendall(data + GOOD[:3])
+        await node.until_events(("refused", refused), *[("gone", name)] * ends)
+        if not ends:
+            wire.sendall(GOOD[3:] + GOOD[:5])
+    if not ends:
+        await node.until_events(("refused", refused), (name, Heartbeat()), ("gone", name))
     await node.joined()
 
 
-async def test_refusals_are_counted_and_kill_nothing(node):
-    good = framed(WORKER_TO_NODE.encode_body(Heartbeat()))
-    name = f"worker-{os.getpid()}.1"
-    with Raw(node.path) as raw:
-        raw.sendall(framed(b"") + framed(b"\xc1") + framed(b"\x80") + good[:3])
-        await node.until(lambda: len(node.events) == 3)
-        raw.sendall(good[3:] + good[:5])
-    refused = [("refused", kind) for kind in ("malformed", "malformed", "type")]
-    await node.until_events(*refused, (name, Heartbeat()), ("gone", name))
+async def test_the_last_messages_of_a_client_are_read_though_it_is_found_dead_by_a_write(node):
+    with raw(node.path) as wire:
+        wire.sendall(GOOD)
+        await node.until(lambda: node.events)
+        [(name, _)] = node.events
+        wire.sendall(GOOD * 3)
+    for _ in range(3):
+        node.server.send(name, Shutdown())
+    await node.until_events(*[(name, Heartbeat())] * 4, ("gone", name))
 
 
 async def test_a_defect_costs_one_message(node):
@@ -250,8 +251,8 @@ async def test_a_defect_costs_one_message(node):
     found = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: found.append(context["exception"]))
     node.handler = fail
-    with Raw(node.path) as raw:
-        raw.sendall(framed(WORKER_TO_NODE.encode_body(closed(1))) + framed(WORKER_TO_NODE.encode_body(Heartbeat())))
+    with raw(node.path) as wire:
+        wire.sendall(framed(WORKER_TO_NODE.encode_body(closed(1))) + GOOD)
         await node.until(lambda: len(node.events) == 2)
     assert [type(error) for error in found] == [ZeroDivisionError]
 
@@ -260,15 +261,11 @@ async def test_a_served_path_is_not_taken_over_and_a_dead_one_is(node, tmp_path)
     with pytest.raises(ConflictError, match="another process serves"):
         Node(node.path)
     left_behind = tmp_path / "run" / "dead.sock"
-    process = f"import socket; s = socket.socket(socket.AF_UNIX); s.bind({str(left_behind)!r})"
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", process], check=True, timeout=WAIT_S)
-    assert left_behind.exists()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(left_behind))
     Node(left_behind).server.close()
-
-
-async def test_a_server_that_ends_leaves_the_socket_of_another_one(node):
-    """Somebody may have removed the file by hand and started a daemon there. A socket that is left looks like a daemon."""
-    node.path.unlink()
+    assert not left_behind.exists(), "a socket that is left looks like a daemon"
+    node.path.unlink()  # by hand, and another daemon is started there
     other = Node(node.path)
     node.server.close()
     assert node.path.exists()

@@ -20,24 +20,16 @@ def test_the_oldest_message_says_when_a_link_is_given_up():
     box.post("b", now_s=1.0)
     box.take_new(1.0)
     assert box.gives_up_at_s == 10.0
-    box.acknowledge(1, now_s=9.0)
+    with pytest.raises(ProtocolError, match="message 3 is acknowledged, but only 2 were sent"):
+        box.acknowledge(3, now_s=9.0)
+    for _ in range(2):  # an acknowledgement that comes late changes nothing
+        box.acknowledge(1, now_s=9.0)
     assert box.gives_up_at_s == 11.0
     box.post("c", now_s=9.5)
     assert box.abandon(11.0) == [("b", 10.0), ("c", 1.5)]
     assert (len(box), box.gives_up_at_s, box.wake_at_s) == (0, float("inf"), float("inf"))
     box.post("d", now_s=12.0)
     assert [sequence for sequence, _ in box.take_new(12.0)] == [4]
-
-
-def test_an_acknowledgement_of_what_was_never_sent_is_refused():
-    box = outbox("a", "b")
-    box.take_new(0.0)
-    with pytest.raises(ProtocolError, match="message 3 is acknowledged, but only 2 were sent"):
-        box.acknowledge(3, now_s=0.0)
-    assert len(box) == 2
-    box.acknowledge(2, now_s=0.0)
-    box.acknowledge(1, now_s=0.0)
-    assert len(box) == 0, "an earlier acknowledgement that comes late changes nothing"
 
 
 def test_resends_back_off_from_50_ms_to_1_s_until_the_peer_acknowledges_something():
