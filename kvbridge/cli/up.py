@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -43,15 +42,30 @@ COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
-class ConfiguredDaemon:
-    """One file of the directory."""
+class ConfiguredDaemon(ChildProcess):
+    """One daemon of the directory, by its file: its configuration, its process, and its log, as far as it was shown."""
 
-    name: str
-    """The file's, as `prefill` or `prefill-1`."""
-    role: DaemonRole
-    path: Path
-    config: PrefillConfig | DecodeConfig | BootstrapConfig
+    def __init__(self, path: Path, role: DaemonRole) -> None:
+        """Raises ConfigError for a file that is wrong."""
+        super().__init__(path.stem, path.parent / "logs" / f"{path.stem}.log", ends_with_us=True)
+        self.role, self.path = role, path
+        try:
+            config = load_config(role.schema, file=path, environment={}, roles=ROLES)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
+        if not config.http.port:
+            raise ConfigError(f"{path}: http.port is 0, a port that is chosen at each start: give it a number")
+        self.config = config
+        self.endpoint_dir = path.parent / "run" / self.name
+        if not isinstance(config, BootstrapConfig):
+            self.endpoint_dir = config.runtime_dir
+        timeouts = [getattr(config.timeouts, f"shutdown{part}_s", 0.0) for part in ("", "_rooms", "_close")]
+        self.limit_s = sum(timeouts) + GRACE_S
+        """How long it may take to end."""
+        self.told_to_end = False
+        """Whether its end is no news."""
+        self._shown_bytes = 0
 
     @property
     def url(self) -> str:
@@ -61,9 +75,41 @@ class ConfiguredDaemon:
         host = f"[{http.host}]" if ":" in http.host else http.host
         return http.advertised(f"{scheme}://{host}:{http.port}")
 
+    def start(self) -> None:
+        """Start the process; its log is of this run alone, and for people unless the configuration says otherwise."""
+        self.log_path.unlink(missing_ok=True)
+        command = module_command("kvbridge", self.role, "--config", str(self.path))
+        if self.role is DaemonRole.BOOTSTRAP:
+            command += ["--endpoint-dir", str(self.endpoint_dir)]
+        if self.config.telemetry.log_format is LogFormat.AUTO:
+            command += ["--set", "telemetry.log_format=console"]
+        self.launch(command)
+
+    @property
+    def serves(self) -> bool:
+        """Whether the process at its address is this one, and not one that was there before."""
+        endpoint = read_endpoint(self.endpoint_dir)
+        return endpoint is not None and self.process is not None and endpoint.pid == self.process.pid
+
+    @property
+    def ended_in_peace(self) -> bool:
+        """Whether nothing is wrong with its end: it obeyed, or Ctrl-C came before it had begun, or before it was started."""
+        code = None if self.process is None else self.process.returncode
+        return code == 0 or (self.told_to_end and code in {None, -signal.SIGTERM})
+
+    def new_lines(self) -> list[str]:
+        """Return the whole lines that it has logged since the last call."""
+        if self.process is None:
+            return []
+        with self.log_path.open("rb") as log:
+            log.seek(self._shown_bytes)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._shown_bytes += len(whole) + len(newline)
+        return whole.decode(errors="replace").splitlines()
+
 
 def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
-    """Return the daemons of ROLE.yaml and ROLE-ANYTHING.yaml, bootstrap first. Raises ConfigError for what is wrong or missing."""
+    """Return the daemons of ROLE.yaml and ROLE-ANYTHING.yaml, bootstrap first. Raises ConfigError for what is wrong."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no directory; `kvbridge init {folder}` makes one that can be run")
     found = []
@@ -71,19 +117,8 @@ def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
         paths = [*folder.glob(f"{role}.yaml"), *sorted(folder.glob(f"{role}-*.yaml"))]
         if not paths:
             raise ConfigError(f"{folder} has no {role}.yaml; `kvbridge init` writes one for each role")
-        found += [_read(path, role) for path in paths]
+        found += [ConfiguredDaemon(path, role) for path in paths]
     return found
-
-
-def _read(path: Path, role: DaemonRole) -> ConfiguredDaemon:
-    try:
-        config = load_config(role.schema, file=path, environment={}, roles=ROLES)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
-    if not config.http.port:
-        raise ConfigError(f"{path}: http.port is 0, a port that is chosen at each start: give it a number")
-    return ConfiguredDaemon(path.stem, role, path, config)
 
 
 def wait(
@@ -161,19 +196,13 @@ def up(
         fail(ConfigError(f"{error.filename} cannot be made: {error.strerror}"))
     except BridgeError as error:
         fail(error)
-    console = Console(highlight=False, soft_wrap=True)
-    width = max(len(each.name) for each in daemons)
-    shown = [
-        ShownDaemon(each, console, Text(f"{each.name:{width}} | ", style=colour))
-        for each, colour in zip(daemons, itertools.cycle(COLOURS), strict=False)
-    ]
     with Interrupts() as interrupts:
-        run = ForegroundCluster(shown, console, interrupts)
+        run = ForegroundCluster(daemons, Console(highlight=False, soft_wrap=True), interrupts)
         try:
             run.start()
             run.watch()
         except DeadlineError as error:
-            console.print(str(error), style="bold red", markup=False)
+            run.tell(str(error), "bold red")
         except PeerError:
             pass  # a daemon that has ended, which is told with the others' ends
         except KeyboardInterrupt:
@@ -181,94 +210,37 @@ def up(
         finally:
             interrupts.only_counted()
             run.end()
-    if not all(each.ended_in_peace for each in shown):
+    if not all(each.ended_in_peace for each in daemons):
         raise typer.Exit(EXIT_FAILED)
-
-
-class ShownDaemon(ChildProcess):
-    """One daemon, its log, and how much of the log has been shown."""
-
-    def __init__(self, configured: ConfiguredDaemon, console: Console, prefix: Text) -> None:
-        super().__init__(configured.name, configured.path.parent / "logs" / f"{configured.name}.log", ends_with_us=True)
-        self.configured = configured
-        self.told_to_end = False
-        """Whether its end is no news."""
-        self._console = console
-        self._prefix = prefix
-        self._shown_bytes = 0
-
-    def start(self) -> None:
-        """Start the process; its log is of this run alone, and for people unless the configuration says otherwise."""
-        self.log_path.unlink(missing_ok=True)
-        command = module_command("kvbridge", self.configured.role, "--config", str(self.configured.path))
-        if self.configured.role is DaemonRole.BOOTSTRAP:
-            command += ["--endpoint-dir", str(self.endpoint_dir)]
-        if self.configured.config.telemetry.log_format is LogFormat.AUTO:
-            command += ["--set", "telemetry.log_format=console"]
-        self.launch(command)
-
-    @property
-    def endpoint_dir(self) -> Path:
-        """Where it says that it serves."""
-        config = self.configured.config
-        if isinstance(config, BootstrapConfig):
-            return self.configured.path.parent / "run" / self.name
-        return config.runtime_dir
-
-    @property
-    def serves(self) -> bool:
-        """Whether it is this process that answers at its address, and not one that was there before."""
-        endpoint = read_endpoint(self.endpoint_dir)
-        return endpoint is not None and self.process is not None and endpoint.pid == self.process.pid
-
-    @property
-    def ended_in_peace(self) -> bool:
-        """Whether nothing is wrong with its end: it obeyed, or Ctrl-C came before it had begun, or before it was started."""
-        code = None if self.process is None else self.process.returncode
-        return code == 0 or (self.told_to_end and code in {None, -signal.SIGTERM})
-
-    @property
-    def limit_s(self) -> float:
-        """How long it may take to end."""
-        timeouts = self.configured.config.timeouts
-        both = ("shutdown_s", "shutdown_rooms_s", "shutdown_close_s")
-        return float(sum(getattr(timeouts, name, 0.0) for name in both)) + GRACE_S
-
-    def show(self) -> None:
-        """Print the whole lines that it has logged since the last call."""
-        if self.process is None:
-            return
-        with self.log_path.open("rb") as log:
-            log.seek(self._shown_bytes)
-            whole, newline, _ = log.read().rpartition(b"\n")
-        self._shown_bytes += len(whole) + len(newline)
-        for line in whole.decode(errors="replace").splitlines():
-            self._console.print(self._prefix + Text(line))
 
 
 class ForegroundCluster:
     """The daemons, from their start to their end."""
 
-    def __init__(self, daemons: Sequence[ShownDaemon], console: Console, interrupts: Interrupts) -> None:
-        self._daemons = daemons
-        self._console = console
-        self._interrupts = interrupts
+    def __init__(self, daemons: Sequence[ConfiguredDaemon], console: Console, interrupts: Interrupts) -> None:
+        self._daemons, self._console, self._interrupts = daemons, console, interrupts
+        self._bootstraps = [each for each in daemons if each.role is DaemonRole.BOOTSTRAP]
+        self._nodes = [each for each in daemons if each.role is not DaemonRole.BOOTSTRAP]
         self._calls = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
         self._begun_s = self._told_s = time.monotonic()
         self._was_ready = False
         self._lacking = "nothing is known yet"
-        """What keeps requests from being served."""
+        """The reasons why requests are not served."""
+
+    def tell(self, text: str, style: str = "bold") -> None:
+        """Print a word of ours among the lines of the daemons."""
+        self._console.print(text, style=style, markup=False)
 
     def start(self) -> None:
         """Start bootstraps, and nodes when these serve. Raises PeerError when one ends, DeadlineError."""
-        bootstraps = [each for each in self._daemons if each.configured.role is DaemonRole.BOOTSTRAP]
-        for daemon in self._daemons:
-            if daemon.configured.role is not DaemonRole.BOOTSTRAP:
-                wait_for(
-                    "bootstrap", lambda: all(each.serves for each in bootstraps), timeout_s=START_S, watched=bootstraps
-                )
+        for daemon in (*self._bootstraps, *self._nodes):
+            if daemon in self._nodes:
+                wait_for("bootstrap", self._directory_serves, timeout_s=START_S, watched=self._bootstraps)
             with self._interrupts.held():
                 daemon.start()
+
+    def _directory_serves(self) -> bool:
+        return all(each.serves for each in self._bootstraps)
 
     def watch(self) -> None:
         """Show what happens until every daemon has ended, or one has before there was a pair."""
@@ -281,60 +253,54 @@ class ForegroundCluster:
             time.sleep(LOOK_S)
 
     def tell_draining(self) -> None:
-        """Say what Ctrl-C has begun, and how long that may take; the daemons log what they wait for."""
+        """Say that Ctrl-C has begun a drain, and how long that may take; the daemons log what they wait for."""
         running = [each for each in self._daemons if each.running]
         for each in self._daemons:
             each.told_to_end = True
         limit_s = max((each.limit_s for each in running), default=0.0)
         names = ", ".join(each.name for each in running) or "nothing runs yet"
-        self._console.print(f"told to end: {names}; at most {limit_s:g} s (once more: at once)", style="bold")
+        self.tell(f"told to end: {names}; at most {limit_s:g} s (once more: at once)")
 
     def end(self) -> None:
         """End nodes, then bootstraps: in peace; told again, at once; by force when told a third time or it takes too long."""
-        for directory in (False, True):
-            part = [each for each in self._daemons if (each.configured.role is DaemonRole.BOOTSTRAP) is directory]
+        for part in (self._nodes, self._bootstraps):
             running = [each for each in part if each.running]
             self._told_s = time.monotonic()
             deadline_s = self._told_s + max((each.limit_s for each in running), default=0.0)
-            self._signal(running, signal.SIGTERM)
+            _terminate(running)
             at_once = False
             while any(each.running for each in running):
                 if self._interrupts.more and not at_once:
                     at_once = True
                     deadline_s = time.monotonic() + GRACE_S
-                    self._signal(running, signal.SIGTERM)  # which cuts their drain short
+                    _terminate(running)  # which cuts their drain short
                 if self._interrupts.more > 1 or time.monotonic() > deadline_s:
                     self._kill([each for each in running if each.running])
                 self._show()
                 if time.monotonic() - self._told_s >= QUIET_S:
                     self._told_s = time.monotonic()
                     left = ", ".join(each.name for each in running if each.running)
-                    self._console.print(f"still ending: {left} (once more: at once)", style="bold", markup=False)
+                    self.tell(f"still ending: {left} (once more: at once)")
                 time.sleep(LOOK_S)
         self._show()
 
-    def _kill(self, daemons: Sequence[ShownDaemon]) -> None:
-        """Kill what does not end, and remove what it leaves in shared memory."""
+    def _kill(self, daemons: Sequence[ConfiguredDaemon]) -> None:
+        """Kill daemons that do not end, and remove their files in shared memory."""
         for daemon in daemons:
             daemon.kill()
-            self._console.print(f"{daemon.name} did not end in time and was killed", style="bold red", markup=False)
+            self.tell(f"{daemon.name} did not end in time and was killed", "bold red")
         removed = [each for each in sweep(shared_directories(daemons)) if each.verdict is Verdict.REMOVED]
         if removed:
             size = decimal(sum(each.size_bytes for each in removed))
-            self._console.print(f"removed from shared memory: {len(removed)} files, {size}", markup=False)
+            self.tell(f"removed from shared memory: {len(removed)} files, {size}", "")
 
-    @staticmethod
-    def _signal(daemons: Sequence[ShownDaemon], number: signal.Signals) -> None:
-        for daemon in daemons:
-            if daemon.running:
-                daemon.told_to_end = True
-                daemon.kill(signal.SIGCONT)  # a stopped one would not hear the rest
-                daemon.kill(number)
-
-    def _show(self) -> list[ShownDaemon]:
-        """Show what is new; return the daemons that have ended."""
-        for daemon in self._daemons:
-            daemon.show()
+    def _show(self) -> list[ConfiguredDaemon]:
+        """Show new lines and ends; return the daemons that have ended."""
+        width = max(len(each.name) for each in self._daemons)
+        for daemon, colour in zip(self._daemons, itertools.cycle(COLOURS), strict=False):
+            prefix = Text(f"{daemon.name:{width}} | ", style=colour)
+            for line in daemon.new_lines():
+                self._console.print(prefix + Text(line))
         ended = [daemon for daemon in self._daemons if not daemon.running]
         for daemon in ended:
             if not daemon.told_to_end:
@@ -342,39 +308,44 @@ class ForegroundCluster:
                 try:
                     daemon.check_running()
                 except PeerError as error:
-                    self._console.print(str(error), style="bold red", markup=False)
+                    self.tell(str(error), "bold red")
                 if self._was_ready:
-                    command = f"kvbridge {daemon.configured.role} --config {daemon.configured.path}"
-                    self._console.print(f"the others go on; to have it again: {command}", style="bold", markup=False)
+                    command = f"kvbridge {daemon.role} --config {daemon.path}"
+                    self.tell(f"the others go on; to have it again: {command}")
         return ended
 
     def _ask(self) -> None:
         reasons = {
-            each.name: "not serving yet"
-            if each.running and not each.serves
-            else why_not_ready(self._calls, each.configured.url)
+            each.name: "not serving yet" if each.running and not each.serves else why_not_ready(self._calls, each.url)
             for each in self._daemons
         }
         lacking = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         if self._lacking and not lacking:
             again = "again " if self._was_ready else ""
-            self._console.print(f"ready {again}after {time.monotonic() - self._begun_s:.1f} s", style="bold green")
+            self.tell(f"ready {again}after {time.monotonic() - self._begun_s:.1f} s", "bold green")
             if not self._was_ready:
-                self._console.print(next_steps([each.configured for each in self._daemons]), markup=False)
+                self.tell(next_steps(self._daemons), "")
             self._was_ready = True
         elif lacking and (not self._lacking or time.monotonic() - self._told_s >= QUIET_S):
             still = "yet" if not self._was_ready else "any more"
-            self._console.print(f"not ready {still}: {lacking}", style="bold yellow", markup=False)
+            self.tell(f"not ready {still}: {lacking}", "bold yellow")
         elif lacking:
             return
         self._lacking, self._told_s = lacking, time.monotonic()
 
 
-def shared_directories(daemons: Sequence[ShownDaemon]) -> list[Path]:
+def _terminate(daemons: Sequence[ConfiguredDaemon]) -> None:
+    for daemon in daemons:
+        if daemon.running:
+            daemon.told_to_end = True
+            daemon.kill(signal.SIGCONT)  # a stopped one would not hear the rest
+            daemon.kill(signal.SIGTERM)
+
+
+def shared_directories(daemons: Sequence[ConfiguredDaemon]) -> list[Path]:
     """Return where daemons make their files in shared memory."""
     found = [DEFAULT_DIRECTORY]
-    for daemon in daemons:
-        config = daemon.configured.config
+    for config in (daemon.config for daemon in daemons):
         if not isinstance(config, BootstrapConfig):
             found += [memory_directory(config), Path(config.transports.local.proof_directory)]
     return found

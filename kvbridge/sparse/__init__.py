@@ -9,8 +9,7 @@ except ModuleNotFoundError as missing:
 
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.wire.engine_messages import SparseRows
-from kvbridge.sparse.cache import SparseCache
-from kvbridge.sparse.reading import ReleasedRequest, RequestCounts
+from kvbridge.sparse.cache import ReleasedRequest, RequestCounts, SparseCache
 
 __all__ = [
     "ReleasedRequest",

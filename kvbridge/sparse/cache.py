@@ -18,13 +18,15 @@ are this request's alone from `admit` until what `release` returned says that th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from kvbridge.core.closing import Closing
-from kvbridge.core.errors import ConflictError, InvalidInputError, NotFoundError, PageOutOfBoundsError
+from kvbridge.core.errors import ConflictError, DeadlineError, InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
@@ -36,13 +38,61 @@ from kvbridge.kernels.places import PagePair
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
 from kvbridge.kernels.swap_in_device import CudaSwapIn
 from kvbridge.sparse.memory import HotMemory, checked_regions, id_pairs, layer_memory, layer_pages
-from kvbridge.sparse.reading import ReleasedRequest, RequestCounts, check_structure, gather_rows
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
 from kvbridge.sparse.streams import Point, Staging, Streams
 
 STEPS_AHEAD = 16
 """So many steps may a host be ahead of its device before it waits."""
 ADMISSIONS_AHEAD = 8
+POLL_S = 0.0002
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """What became of the rows that a request's steps selected, over all layers. Ring rows are not among them."""
+
+    hits: int
+    """Rows that were in a hot slot, each step's distinct ones."""
+    loaded: int
+    """Rows that were loaded from the host, preloaded ones not counted."""
+    preloaded: int
+    """Rows that admission put into hot slots."""
+    resident: int
+    """Rows in hot slots now."""
+
+    @property
+    def evicted(self) -> int:
+        """Rows that gave way to others."""
+        return self.preloaded + self.loaded - self.resident
+
+
+class ReleasedRequest:
+    """A request that has ended, while copies between its hot rows and its host pages may still be under way."""
+
+    def __init__(self, slot: int, point: Point, known: SparseRows, tallies: torch.Tensor) -> None:
+        """`tallies`: int32 [layers, TALLIES] on the host, there when `point` is reached; `known`: the figures of the host."""
+        self._slot, self._point, self._known, self._tallies = slot, point, known, tallies
+
+    def reached(self) -> bool:
+        """Whether all copies have ended, so that its host pages may be given back; never waits."""
+        return self._point.reached()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until then. Raises DeadlineError after `timeout_s`: the pages must then not be given back."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.reached():
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"request slot {self._slot}: copies of its rows are still under way after {timeout_s:g} s"
+                )
+            time.sleep(POLL_S)
+
+    def rows(self) -> SparseRows:
+        """What was done for the request, for `DecodeEngine.release`. Raises ConflictError before all copies have ended."""
+        if not self.reached():
+            raise ConflictError("what was done for a request is known when its copies have ended: wait for that first")
+        _, hits, loaded, _ = self._tallies.sum(dim=0).tolist()
+        return self._known.model_copy(update={"hit": hits, "loaded": loaded})
 
 
 class SparseCache(Closing):
@@ -261,7 +311,14 @@ class SparseCache(Closing):
 
         For attention in plain torch; a kernel reads `hot_pages` itself.
         """
-        return gather_rows(self.hot_pages(layer), self.component, physical_rows)
+        pages, slots = self.hot_pages(layer), self.component.slots_per_page
+        wanted = physical_rows.clamp(min=0).long()
+        parts = []
+        for number, part_bytes in enumerate(self.component.row_parts_bytes):
+            shape, strides = (pages.shape[0], slots, part_bytes), (pages.stride(0), part_bytes, 1)
+            offset = pages.storage_offset() + self.component.part_offset(number)
+            parts.append(torch.as_strided(pages, shape, strides, offset)[wanted // slots, wanted % slots])
+        return torch.cat(parts, dim=-1).masked_fill_((physical_rows < 0).unsqueeze(-1), 0)
 
     def counts(self, request_slot: int) -> RequestCounts:
         """What became of a request's selected rows so far. Waits for the device."""
@@ -274,13 +331,6 @@ class SparseCache(Closing):
     def memory_bytes(self) -> SparseBytes:
         """Device memory by part. The copiers' descriptions, some KiB, come on top."""
         return self.memory.bytes_by_part()
-
-    def check(self) -> None:
-        """Compare the tables with one another. Waits for the device. Raises IntegrityError naming what contradicts what."""
-        self._streams.synchronize()
-        self._load.check()
-        self._back_up.check()
-        check_structure(self.memory, self.requests)
 
     def close(self) -> None:
         """Wait for the device and let go of what is held; the host regions may be unmapped afterwards. Harmless when closed."""

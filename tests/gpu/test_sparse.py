@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_simulation import SparseSimulation, c4_component, settings
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +46,7 @@ def test_requests_come_and_go_as_on_the_cpu(device, hot_rows, form):
         for world in (cpu, gpu):
             world.step(batch, padding=4 - len(batch), verify=turn % 10 == 0)
         assert_same(cpu, gpu)
-    gpu.cache.check()
+    check_tables(gpu.cache)
     for slot in list(gpu.requests):
         gpu.release(slot)
 
@@ -108,7 +109,7 @@ def test_a_captured_step_is_replayed_for_any_batch(device):
         assert_same(cpu, gpu)
         for position, layer in enumerate(gpu.component.layers):
             gpu.verify(slots, layer, chosen[position], gpu.answers[position])
-    gpu.cache.check()
+    check_tables(gpu.cache)
     for slot in list(gpu.requests):
         gpu.release(slot)
 
@@ -146,7 +147,7 @@ def test_no_verb_waits_for_the_device_or_allocates(device):
     assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before
     for each in quiet:
         each.wait(20)
-    world.cache.check()
+    check_tables(world.cache)
 
 
 def test_a_slow_backup_holds_back_only_what_would_overwrite_it(device):
@@ -159,7 +160,7 @@ def test_a_slow_backup_holds_back_only_what_would_overwrite_it(device):
             with world.cache._backup_stream.running():
                 torch.cuda._sleep(600_000_000)  # about a third of a second: longer than the ring lasts
         world.step([0])
-    world.cache.check()  # waits for the device
+    check_tables(world.cache)  # waits for the device
     world.verify_host(0)
 
 

@@ -12,6 +12,7 @@ import torch
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.engine.adapters.transformers import SparseDecoder
 from tests.helpers import torch_pools
+from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_model import SparseModelPair, admitted
 
 pytestmark = pytest.mark.gpu
@@ -40,7 +41,7 @@ def test_past_many_evictions(device, encoding, hot_rows):
     ):
         request = admitted(decoder, pools, 1, tokens=tokens)
         logits = request.feed(alone.tokens)
-        store.check()
+        check_tables(store)
         counts = store.counts(1)
     print(f"{encoding}, hot_rows {hot_rows}: {alone.share_of_rounding:.1e} of what rounding explains, {counts}")
     assert torch.equal(logits, alone.logits)

@@ -120,7 +120,7 @@ class TriedCluster:
             timeout=SAID_S,
             check=False,
         )
-        assert done.stdout.startswith("c4_kv layer 2 (250, 104) {2}"), (done.stdout, done.stderr)
+        assert done.stdout.startswith("swa_kv layer 5 (128, 104) {5}"), (done.stdout, done.stderr)
 
 
 @contextmanager

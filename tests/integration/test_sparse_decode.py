@@ -23,6 +23,7 @@ from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, SparseDecoder,
 from tests.helpers import sparse_reference
 from tests.helpers.foreign_processor import foreign_processor
 from tests.helpers.matrices import kept, one_in
+from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_model import C4, SparseModelPair, admitted
 from tests.helpers.sparse_reference import rounding_bound
 from tests.helpers.tiny_model import follow, prompt_tokens
@@ -59,7 +60,7 @@ def test_a_hundred_steps_past_many_evictions(scene, hot_rows):
     pools = scene.pools(prefill, steps=STEPS)
     with decoding(scene, pools, hot_rows=hot_rows) as decoder:
         logits = admitted(decoder, pools, 1, tokens=2049).feed(alone.tokens)
-        decoder.store.check()
+        check_tables(decoder.store)
         counts = decoder.store.counts(1)
     assert torch.equal(logits, alone.logits)
     assert 0 < alone.share_of_rounding < 1
@@ -98,7 +99,7 @@ def test_the_newest_rows_are_right_from_the_first_step(scene, tokens):
     pools = scene.pools(prefill, steps=9)
     with decoding(scene, pools, preload_rows=0) as decoder:
         logits = admitted(decoder, pools, 0, tokens=tokens).feed(alone.tokens)
-        decoder.store.check()
+        check_tables(decoder.store)
     assert torch.equal(logits, alone.logits)
 
 
@@ -132,7 +133,7 @@ def test_requests_in_turn_share_a_buffer_and_grow(scene):
                 got[number].append(request.step(answers[number].tokens[step]))
         assert decoder.store.release(first.slot).reached()
         got[2] = list(arrive(2, 1).feed(answers[2].tokens))
-        decoder.store.check()
+        check_tables(decoder.store)
     for number in range(3):
         assert torch.equal(torch.stack(got[number]), answers[number].logits), f"request {number}"
 

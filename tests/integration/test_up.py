@@ -15,14 +15,13 @@ import httpx
 import psutil
 import pytest
 from rich.console import Console
-from rich.text import Text
 from typer.testing import CliRunner
 
 from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.cli import up
 from kvbridge.cli.main import app
 from kvbridge.cli.signals import Interrupts
-from kvbridge.cli.up import ForegroundCluster, ShownDaemon, read_cluster
+from kvbridge.cli.up import ConfiguredDaemon, ForegroundCluster, read_cluster
 from tests.helpers.cluster import eventually
 from tests.helpers.matrices import kept
 from tests.helpers.tried_cluster import END_S, TriedCluster, short_folder
@@ -129,15 +128,14 @@ def said() -> io.StringIO:
 
 
 @pytest.fixture
-def deaf(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ShownDaemon]]:
+def deaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ConfiguredDaemon]]:
     """A cluster whose daemons ignore SIGTERM, with a file in what stands for shared memory."""
     assert CliRunner().invoke(app, ["init", str(tmp_path / "c"), "--one-host"]).exit_code == 0
     (tmp_path / "shm").mkdir()
     (tmp_path / "shm" / LEFT).write_bytes(bytes(4096))
     (tmp_path / "c" / "logs").mkdir()
     monkeypatch.setattr(up, "shared_directories", lambda _daemons: [tmp_path / "shm"])
-    console = Console(file=said, width=200)
-    daemons = [ShownDaemon(each, console, Text(each.name)) for each in read_cluster(tmp_path / "c")]
+    daemons = read_cluster(tmp_path / "c")
     for daemon in daemons:
         daemon.launch([sys.executable, "-c", DEAF])
         eventually("deaf", lambda daemon=daemon: "deaf" in daemon.log())
@@ -147,7 +145,7 @@ def deaf(tmp_path: Path, said: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_does_not_end_is_killed_and_what_it_leaves_is_removed(
-    deaf: list[ShownDaemon], said: io.StringIO, tmp_path: Path
+    deaf: list[ConfiguredDaemon], said: io.StringIO, tmp_path: Path
 ) -> None:
     with Interrupts() as interrupts:
         cluster = ForegroundCluster(deaf, Console(file=said, width=200), interrupts)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.helpers.examples import fewer
+from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_simulation import SparseSimulation
 from tests.helpers.sparse_simulation import settings as sparse_settings
 
@@ -68,7 +69,7 @@ class EngineAtWork(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "world"):
-            self.world.cache.check()
+            check_tables(self.world.cache)
             for slot in list(self.world.requests):
                 self.world.verify_host(slot)
 

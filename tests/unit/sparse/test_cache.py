@@ -15,6 +15,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
 from kvbridge.sparse import SparseCache
+from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
 
 
@@ -24,7 +25,7 @@ def test_a_long_decode_past_many_evictions_and_backups():
     world.admit(0, 1000, more_tokens=1200)
     for _ in range(1100):
         world.step([0])
-    world.cache.check()
+    check_tables(world.cache)
     world.verify_host(0)
     counts = world.cache.counts(0)
     assert counts.resident == 64 * 2
@@ -182,7 +183,7 @@ def test_the_check_finds_damage(damage, match):
     world.free_pages = list(range(95, 0, -1))
     world.admit(0, 1000)
     world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))
-    world.cache.check()
+    check_tables(world.cache)
     damage(world.cache.memory)
     with pytest.raises(IntegrityError, match=match):
-        world.cache.check()
+        check_tables(world.cache)
