@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import httpcore
 import httpx
-from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from kvbridge.api.directory import (
@@ -62,7 +61,11 @@ class Client:
         self._timeout_s = timeout_s
         self._timeout_key = timeout_key or self.LIMIT
         limits = httpx.Limits(max_connections=CONNECTIONS)
-        self._transport = transport or AiohttpTransport(limits=limits, trust_env=False)
+        if transport is None:
+            from httpx_aiohttp import AiohttpTransport  # noqa: PLC0415 - loads all certificates of the host; a node may call nobody
+
+            transport = AiohttpTransport(limits=limits, trust_env=False)
+        self._transport = transport
         self.use_token(token)
 
     async def __aenter__(self) -> Self:
