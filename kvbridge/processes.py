@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -17,6 +18,8 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, TypeVar
 
+import structlog
+
 from kvbridge.core.errors import DeadlineError, PeerError
 
 SETTINGS_PREFIX = "KVBRIDGE_"
@@ -24,6 +27,8 @@ SETTINGS_PREFIX = "KVBRIDGE_"
 PROCESS_VARIABLES = frozenset({"KVBRIDGE_KERNEL_CACHE"})
 """Variables that every process reads by itself: no configuration has a key for them, and children get them."""
 
+OPEN_FILES_SHARE = 4
+"""Each listening endpoint gets 1/n of all descriptors; at most two listen, the rest is for workers, engines, files."""
 EXIT_ORPHANED = 4
 """The parent had ended before the child could bind itself to the parent."""
 STOP_S = 20.0
@@ -38,6 +43,7 @@ _READ_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
 
+log = structlog.get_logger(__name__)
 FoundT = TypeVar("FoundT")
 
 
@@ -85,7 +91,32 @@ def how_it_ended(code: int) -> str:
     return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
-# ------------------------------------------------------------------ in the child
+# ------------------------------------------------------------------ in this process
+
+
+def raise_open_files() -> None:
+    """Let this process, and those that it starts, open as many files as the system allows it.
+
+    The soft limit of 1024 is there for programs that call select(), which no descriptor above suits. Nothing here does: Python and
+    ZeroMQ wait by poll and epoll, and so do the transport libraries.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def affordable(configured: int, key: str, *, each: int = 1) -> int:
+    """Return how many connections there may be: as configured by `key`, or what the API's share allows.
+
+    `each`: descriptors that one connection takes.
+    """
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = configured if descriptors == resource.RLIM_INFINITY else max(1, descriptors // OPEN_FILES_SHARE // each)
+    if most < configured:
+        remedy = "raise the hard limit of open files (LimitNOFILE, ulimit -Hn), or configure less"
+        log.warning(
+            "connections_limited", key=key, configured=configured, limit=most, open_files=descriptors, do=remedy
+        )
+    return min(configured, most)
 
 
 def end_with_parent(parent: int, number: signal.Signals, *, watch_input: bool = False) -> None:

@@ -28,9 +28,8 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.services import BootstrapConfig, DispatchOrder, RouterConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
 from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
-from kvbridge.daemon.descriptors import raise_open_files
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
-from kvbridge.processes import end_with_parent
+from kvbridge.processes import end_with_parent, raise_open_files
 from kvbridge.telemetry.logs import configure_logs
 
 log = structlog.get_logger(__name__)

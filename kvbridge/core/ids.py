@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,8 +91,7 @@ class Rank(FrozenModel):
         return f"pp{self.pp}.tp{self.tp}"
 
 
-@dataclass(frozen=True, slots=True)
-class NodeIdentity:
+class NodeIdentity(NamedTuple):
     """One process of one node: its role, its instance, its name there, and the incarnation, drawn anew at each start."""
 
     role: Role

@@ -30,8 +30,8 @@ from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.services import BootstrapConfig, StoreKind
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import Service
+from kvbridge.daemon.lifecycle import Traces
 from kvbridge.daemon.secret_files import SecretFiles
-from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application

@@ -10,12 +10,12 @@ from kvbridge.api.status import Readiness
 from kvbridge.config.endpoints import HttpConfig
 from kvbridge.config.loading import read_grants
 from kvbridge.core.clock import monotonic
-from kvbridge.daemon.descriptors import affordable
 from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer, TlsFiles
+from kvbridge.processes import affordable
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.registry import Metrics
 

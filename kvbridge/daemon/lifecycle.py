@@ -1,4 +1,4 @@
-"""A daemon's life, the same for every role: start, serve until a signal, drain with a limit, close."""
+"""A daemon's life, the same for every role: start, serve until a signal, drain with a limit, close; readiness and traces."""
 
 from __future__ import annotations
 
@@ -6,14 +6,31 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Coroutine, Iterable
-from typing import Any, Protocol
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 
 from kvbridge.api.status import Readiness
+from kvbridge.config.endpoints import TracesConfig
+from kvbridge.config.loading import read_secrets
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.session.states import RoomState
+from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
+from kvbridge.telemetry.recent import Recent
+from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.spans import SpanReader
+from kvbridge.telemetry.stream import EventStream
+
+if TYPE_CHECKING:
+    from kvbridge.telemetry.tracing import SpanExport
 
 log = structlog.get_logger(__name__)
+
+HEADERS_KEY = "telemetry.traces.headers_file"
+EXPORT_S = 5.0
+"""A batch of spans reaches the collector within this, or is lost."""
 
 
 class Daemon(Protocol):
@@ -45,6 +62,59 @@ class ToldReadiness:
             log.info("daemon_ready")
         elif told and not self._ready:
             log.warning("daemon_not_ready", reasons=readiness.reasons)
+
+
+class Traces:
+    """The spans of one daemon. Used from the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self.begin: BeginTrace = pass_on
+        """How a request's first span here is made."""
+        self._export: SpanExport | None = None
+
+    def open(
+        self,
+        config: TracesConfig,
+        *,
+        names: Mapping[str, str],
+        metrics: Metrics,
+        secrets: SecretFiles,
+    ) -> None:
+        """Get ready to send, if the configuration names a collector. Raises ConfigError when what that needs is not installed."""
+        if not config.endpoint:
+            return
+        try:
+            from kvbridge.telemetry.tracing import SpanExport, parse_headers  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"telemetry.traces.endpoint is set, which needs the package {error.name}: install kvbridge[traces]"
+            ) from error
+        file = config.headers_file
+        headers = secrets.add(
+            HEADERS_KEY, (file,), lambda: parse_headers(read_secrets(None, file, key=HEADERS_KEY), key=HEADERS_KEY)
+        )
+        self._export = SpanExport(config.url, timeout_s=EXPORT_S, names=names, metrics=metrics)
+        self._export.use_headers(headers.current)
+        headers.on_change = self._export.use_headers
+        self.begin = begin_with(config.sampled_ratio)
+
+    def read(
+        self, events: EventStream, parts: Mapping[RoomState, str] | None = None, recent: Recent | None = None
+    ) -> None:
+        """Make spans of what happens from now on; `parts`: those of the role's rooms."""
+        if self._export is not None:
+            events.add_reader(SpanReader(self._export.record, parts, recent).table)
+
+    def look(self) -> None:
+        """Count, and say now and then what was lost."""
+        if self._export is not None:
+            self._export.look()
+
+    async def close(self, timeout_s: float) -> None:
+        """Send what waits, for so long at most. Harmless when closed."""
+        export, self._export = self._export, None
+        if export is not None:
+            await asyncio.to_thread(export.close, timeout_s)
 
 
 async def first_ended(endpoint: Coroutine[Any, Any, None], tasks: Iterable[asyncio.Task[None]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,28 +14,34 @@ import structlog
 
 from kvbridge.config.pools import DecodePools, DeviceLayout, HostLayout, HostPool, MemoryOwner, RankPlacement
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.tier import HostTier
 from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError, UnavailableError
-from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.tiers import copied_components, needs_checkpoints
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
-from kvbridge.daemon.host_tier import plan_twins
 from kvbridge.daemon.kept_journal import KeptHeader
 from kvbridge.daemon.kept_pools import KeptPools, Restored
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files
-from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement, twin_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.tier.copies import copy_backend
 
 log = structlog.get_logger(__name__)
 
+NodeConfig = PrefillConfig | DecodeConfig
+
 KEPT_POOLS_S = 15.0
 """The processes of the daemon before let go of the pools of `pools.keep_s` within this, or the pools are made anew."""
+UNREGISTERED = Chunking(extent_bytes=1 << 60)
+"""No network card registers host copies, so nothing limits how long a stretch of them is."""
 ADOPTED_PAGE_LIMIT = 1 << 22
 """Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
 
@@ -97,7 +103,7 @@ class NodeLayout:
         return [placement for placement in (self.host, self.twins) if placement is not None]
 
 
-def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -> NodeLayout:
+def plan_memory(config: NodeConfig, geometry: ModelGeometry) -> NodeLayout:
     """Decide what memory the configuration asks for. Raises ConfigError or InvalidInputError naming what does not fit."""
     sizes = config.parallelism
     parts = {placement.rank: _part(config, geometry, placement) for placement in sizes.placements()}
@@ -128,7 +134,7 @@ def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -
     return NodeLayout(parts, device, host, host_kinds, owned | counts, {}, orders, twins)
 
 
-def _part(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry, placed: RankPlacement) -> RankPart:
+def _part(config: NodeConfig, geometry: ModelGeometry, placed: RankPlacement) -> RankPart:
     sizes = config.parallelism
     part = RankPart.of(
         geometry,
@@ -141,7 +147,7 @@ def _part(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry, placed:
     return part if ordinal is None else part.model_copy(update={"memory": MemoryKind.VRAM, "device": ordinal})
 
 
-def _host_kinds(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -> frozenset[ComponentKind]:
+def _host_kinds(config: NodeConfig, geometry: ModelGeometry) -> frozenset[ComponentKind]:
     if not isinstance(config.pools, DecodePools):
         return frozenset()
     for kind in config.pools.host.components:
@@ -154,9 +160,7 @@ def _device_spaces(geometry: ModelGeometry, host_kinds: frozenset[ComponentKind]
     return sorted({component.space for component in geometry.components if component.kind not in host_kinds})
 
 
-def _host(
-    config: PrefillConfig | DecodeConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]
-) -> Placement | None:
+def _host(config: NodeConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> Placement | None:
     if not kinds or not isinstance(config.pools, DecodePools):
         return None
     asked = config.pools.host
@@ -171,7 +175,7 @@ def _host(
 
 
 def _hot_slots(
-    config: PrefillConfig | DecodeConfig,
+    config: NodeConfig,
     geometry: ModelGeometry,
     host_kinds: frozenset[ComponentKind],
     spaces: Collection[IndexSpace],
@@ -195,6 +199,79 @@ def _host_pages(asked: HostPool, geometry: ModelGeometry, kinds: frozenset[Compo
     if pages < 1:
         raise ConfigError(
             f"pools.host.size_bytes: one page of all layers has {page_bytes} bytes, got {int(asked.size_bytes)} in all"
+        )
+    return pages
+
+
+def plan_twins(
+    config: NodeConfig,
+    geometry: ModelGeometry,
+    parts: Sequence[RankPart],
+    host_kinds: frozenset[ComponentKind],
+) -> Placement | None:
+    """Lay out the twins that the configuration asks for; None when it asks for none. Raises ConfigError, InvalidInputError."""
+    asked = config.tier.host
+    if asked is None:
+        if config.pools.keep_s:
+            raise ConfigError(
+                "pools.keep_s is set but tier.host is null: nothing in host memory is worth keeping; set it to 0"
+            )
+        return None
+    if config.pools.memory is MemoryOwner.ADOPTED:
+        raise ConfigError(
+            "tier.host is set but pools.memory is adopted: the engine gives out its pages itself and has a prefix cache of its "
+            "own, so nothing here decides what moves to the host; set tier.host to null"
+        )
+    copy_backend(asked.backend, host=asked.layout, device=config.pools.device_layout)
+    prefill = isinstance(config, PrefillConfig)
+    components = copied_components(geometry, host_kinds, checkpoints=prefill)
+    if not any(component.space is IndexSpace.FULL for component in components):
+        raise ConfigError(
+            f"tier.host: all pages of a prefix of '{geometry.name}' live in the host pool of this node; set tier.host to null"
+        )
+    _check_checkpoints(asked, geometry, prefill=prefill)
+    counts = {IndexSpace.FULL_COPY: _pages(asked, _page_bytes(geometry, parts, components))}
+    if asked.checkpoint_pages:
+        counts[IndexSpace.SWA_COPY] = asked.checkpoint_pages
+    return twin_placement(geometry, parts, components, page_counts=counts, layout=asked.layout, chunking=UNREGISTERED)
+
+
+def _check_checkpoints(asked: HostTier, geometry: ModelGeometry, *, prefill: bool) -> None:
+    wanted = prefill and needs_checkpoints(geometry)
+    if wanted and not asked.checkpoint_pages:
+        raise ConfigError(
+            f"tier.host.checkpoint_pages is 0: a prefill engine goes on with a prefix of '{geometry.name}' only where windows and "
+            "states were kept; say how many checkpoints the host is to keep"
+        )
+    if asked.checkpoint_pages and not wanted:
+        why = (
+            f"'{geometry.name}' needs none"
+            if prefill
+            else "a decode node keeps none, windows and states always come anew"
+        )
+        raise ConfigError(f"tier.host.checkpoint_pages is {asked.checkpoint_pages}: {why}; set it to 0")
+
+
+def _page_bytes(
+    geometry: ModelGeometry, parts: Sequence[RankPart], components: Sequence[Component]
+) -> dict[IndexSpace, int]:
+    """Bytes of one page of each space of twins."""
+    one = dict.fromkeys((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), 1)
+    found = dict.fromkeys(one, 0)
+    for region in twin_placement(geometry, parts, components, page_counts=one).regions:
+        found[region.space] += region.page_bytes
+    return found
+
+
+def _pages(asked: HostTier, page_bytes: dict[IndexSpace, int]) -> int:
+    if asked.pages:
+        return asked.pages
+    checkpoints, each = asked.checkpoint_pages * page_bytes[IndexSpace.SWA_COPY], page_bytes[IndexSpace.FULL_COPY]
+    pages = (int(asked.size_bytes) - checkpoints) // each
+    if pages < 1:
+        raise ConfigError(
+            f"tier.host.size_bytes: {asked.checkpoint_pages} checkpoints take {checkpoints} bytes, one page of all layers {each}; "
+            f"got {int(asked.size_bytes)} in all"
         )
     return pages
 
@@ -224,7 +301,7 @@ class NodeMemory:
     _stack: ExitStack = field(default_factory=ExitStack)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def keep(self, config: PrefillConfig | DecodeConfig, prefix: str, header: KeptHeader | None) -> None:
+    def keep(self, config: NodeConfig, prefix: str, header: KeptHeader | None) -> None:
         """Get the kept pools of a node whose shared files' names begin with `prefix`.
 
         Without a header this process keeps none, and those of an earlier one are removed. With one, it waits for a daemon of the
@@ -331,12 +408,12 @@ class NodeMemory:
         self.regions = ()
 
 
-def memory_directory(config: PrefillConfig | DecodeConfig) -> Path:
+def memory_directory(config: NodeConfig) -> Path:
     """Return where a node's shared files are made."""
     return config.pools.host.directory if isinstance(config.pools, DecodePools) else DEFAULT_DIRECTORY
 
 
-def require_memory_directory(config: PrefillConfig | DecodeConfig, layout: NodeLayout) -> None:
+def require_memory_directory(config: NodeConfig, layout: NodeLayout) -> None:
     """Raise UnavailableError when the node makes shared files and they would not be in memory."""
     directory = memory_directory(config)
     if layout.node_bytes and (problem := why_not_memory(directory)):

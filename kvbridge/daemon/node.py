@@ -25,13 +25,12 @@ from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.kept_journal import KeptJournal, PageDigests
 from kvbridge.daemon.kept_pools import RestoredCopies
-from kvbridge.daemon.lifecycle import ToldReadiness
+from kvbridge.daemon.lifecycle import ToldReadiness, Traces
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.status import NodeOverview, Peers
-from kvbridge.daemon.traces import Traces
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
@@ -91,10 +90,8 @@ class NodeDaemon:
         self._background(self._ticks(), "ticks")
         self._background(self._secrets.run(), "secrets")
         await self._create_memory(group)
-        identity = parts.identity
-        names = {"role": identity.role.value, "instance": identity.instance, "node": identity.node}
         parts.worker_host.start(
-            lambda rank: parts.worker_setup(rank, self.peers.epoch), None if parts.adopted else names
+            lambda rank: parts.worker_setup(rank, self.peers.epoch), None if parts.adopted else parts.identity
         )
         self._background(parts.worker_host.failed(), "workers")
         if parts.stored is not None:
@@ -194,15 +191,10 @@ class NodeDaemon:
     # ------------------------------------------------------------------ parts
 
     def _open_traces(self) -> None:
-        config, identity = self.parts.config, self.parts.identity
-        names = {"instance": identity.instance, "node": identity.node, "incarnation": identity.incarnation}
-        self._traces.open(
-            config.telemetry.traces,
-            names={"role": identity.role.value, **names},
-            metrics=self.parts.metrics,
-            secrets=self._secrets,
-        )
-        self._traces.read(self.parts.events, PARTS[identity.role], self.parts.recent)
+        parts = self.parts
+        traces, names = parts.config.telemetry.traces, parts.identity._asdict()
+        self._traces.open(traces, names=names, metrics=parts.metrics, secrets=self._secrets)
+        self._traces.read(parts.events, PARTS[parts.identity.role], parts.recent)
 
     def _open_peers(self) -> None:
         config = self.parts.config
@@ -256,22 +248,10 @@ class NodeDaemon:
 
     # ------------------------------------------------------------------ the directory
 
-    def _write_endpoint(self, url: str) -> None:
-        identity = self.parts.identity
-        endpoint = DaemonEndpoint(
-            role=identity.role,
-            instance=identity.instance,
-            node=identity.node,
-            incarnation=identity.incarnation,
-            pid=os.getpid(),
-            http_url=url,
-            control=self.overview.control,
-        )
-        write_endpoint(self.parts.config.runtime_dir, endpoint)
-
     def _announce(self, url: str) -> None:
         config, control = self.parts.config, self.overview.control
-        self._write_endpoint(url)
+        endpoint = DaemonEndpoint(**self.parts.identity._asdict(), pid=os.getpid(), http_url=url, control=control)
+        write_endpoint(config.runtime_dir, endpoint)
         log.info("daemon_listens", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return

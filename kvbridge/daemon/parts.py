@@ -131,12 +131,8 @@ class NodeParts:
 
     def description(self) -> NodeDescription:
         """How this node introduces itself to peers."""
-        identity = self.identity
         return NodeDescription(
-            instance=identity.instance,
-            node=identity.node,
-            role=identity.role,
-            incarnation=identity.incarnation,
+            **self.identity._asdict(),
             model_identity=self.config.tier.model,
             geometry=self.geometry,
             ranks=self.workers.packed(),

@@ -11,7 +11,7 @@ from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import Link, PeerSettings
 from kvbridge.core.addresses import PeerAddress, is_loopback, parse_tcp
 from kvbridge.core.wire.delivery import DeliverySettings
-from kvbridge.daemon.descriptors import affordable
+from kvbridge.processes import affordable
 
 HANDSHAKE_S = 10.0
 """A connection between nodes on which nobody has proved who he is after so long is closed."""

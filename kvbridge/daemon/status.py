@@ -126,10 +126,7 @@ class NodeOverview:
         parts, now_s = self._parts, time.monotonic()
         kept = parts.memory.restored
         return NodeStatus(
-            role=parts.identity.role,
-            instance=parts.identity.instance,
-            node=parts.identity.node,
-            incarnation=parts.identity.incarnation,
+            **parts.identity._asdict(),
             version=__version__,
             uptime_s=round(now_s - self._started_s, 1),
             model=ModelStatus(
@@ -289,10 +286,7 @@ class NodeOverview:
         """The node's entry in the directory, once HTTP is open."""
         parts, config, reasons = self._parts, self._parts.config, self.obstacles()
         return NodeRegistration(
-            instance=config.instance,
-            node=config.node,
-            role=parts.identity.role,
-            incarnation=parts.identity.incarnation,
+            **parts.identity._asdict(),
             http_url=config.http.advertised(self.http_url),
             engine_url=config.engine_url,
             control=self.control,

@@ -19,7 +19,7 @@ from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
 from kvbridge.control.runtime_directory import WORKER_SOCKET
 from kvbridge.core.errors import BridgeError
-from kvbridge.core.ids import Rank
+from kvbridge.core.ids import NodeIdentity, Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
 from kvbridge.core.wire.worker_messages import (
@@ -120,19 +120,19 @@ class WorkerHost:
         self._server = LocalServer(incarnation, path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.workers.connect(self._post)
 
-    def start(self, setup: Callable[[Rank], WorkerSetup], names: Mapping[str, str] | None) -> None:
+    def start(self, setup: Callable[[Rank], WorkerSetup], identity: NodeIdentity | None) -> None:
         """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones.
 
-        `setup(rank)` says what a worker is to serve; `names` are those of the node in the log, None when engines bring the workers.
+        `setup(rank)` says what a worker is to serve; `identity`: for the workers' log; None when engines bring the workers.
         """
         self._setup = setup
-        if names is not None:
+        if identity is not None:
             config = self._config
             options = {
                 "socket": str(config.runtime_dir / WORKER_SOCKET),
                 "setup-timeout-s": str(config.timeouts.worker_start_s),
                 "log-level": config.telemetry.log_level.value,
-                **names,
+                **{name: str(getattr(identity, name)) for name in ("role", "instance", "node")},
             }
             self._children = {
                 rank: worker_process(rank, options, self._seldom, partial(self._on_process_gone, rank))

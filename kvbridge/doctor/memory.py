@@ -10,9 +10,9 @@ from pathlib import Path
 from kvbridge.control.runtime_directory import require_private_directory
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.daemon.descriptors import SHARE
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, size, warning
 from kvbridge.pool.memory.memory_limits import MemoryLimit, control_group_limits, machine_limits, why_not_memory
+from kvbridge.processes import OPEN_FILES_SHARE
 
 ROOT = Path("/")
 CAP_IPC_LOCK = 14
@@ -187,7 +187,7 @@ def read_process(runtime_directory: Path | None) -> Process:
 def check_open_files(process: Process, needs: Needs) -> Iterator[Finding]:
     """Connections are file descriptors; a daemon raises the soft limit to the hard one and serves what that affords."""
     hard = process.open_files.hard
-    wanted = max([needs.idle_connections, *(port.connections for port in needs.ports)], default=0) * SHARE
+    wanted = max([needs.idle_connections, *(port.connections for port in needs.ports)], default=0) * OPEN_FILES_SHARE
     raise_it = (
         "raise the hard limit: systemd LimitNOFILE=1048576; docker --ulimit nofile=1048576; /etc/security/limits.conf"
     )
@@ -204,7 +204,7 @@ def check_open_files(process: Process, needs: Needs) -> Iterator[Finding]:
     else:
         yield warning(
             f"{hard} files may be open (ulimit -Hn), the configured connections want {wanted}",
-            f"each endpoint gets a quarter ({hard // SHARE}); callers beyond that are hung up on",
+            f"each endpoint gets a quarter ({hard // OPEN_FILES_SHARE}); callers beyond that are hung up on",
             f"{raise_it}; or lower http.max_connections and control.max_connections",
         )
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvbridge.config.endpoints import TracesConfig
 from kvbridge.core.errors import ConfigError
+from kvbridge.daemon.lifecycle import Traces
 from kvbridge.daemon.secret_files import SecretFiles
-from kvbridge.daemon.traces import Traces
 from kvbridge.telemetry.facts import PairingEnded
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
