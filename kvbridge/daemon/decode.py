@@ -16,7 +16,7 @@ from kvbridge.node.room_pages import RoomSettings
 
 def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     """Put a decode daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
-    parts = NodeParts.build(config, Role.DECODE)
+    parts = NodeParts(config, Role.DECODE)
     links = PrefillLinks(config, parts)
     nodes = PrefillNodes(parts.description, links, parts.events)
     fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)

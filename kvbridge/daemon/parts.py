@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import NotReadyError
-from kvbridge.core.geometry.components import Liveness, ModelGeometry
+from kvbridge.core.geometry.components import Liveness
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import GROWING_SPACES
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, NodeIdentity, Rank, Role
@@ -20,7 +19,7 @@ from kvbridge.core.wire.messages import NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.kept_journal import KEPT_SPACES, KeptHeader
-from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
+from kvbridge.daemon.memory import NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.worker_host import Reports, WorkerHost
 from kvbridge.node.backups import Backups, CopyLimits
@@ -28,7 +27,6 @@ from kvbridge.node.engines import Engines
 from kvbridge.node.rooms import RoomParts
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
-from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import PHASES, RECEIVED, SENT
@@ -44,66 +42,81 @@ from kvbridge.tier.prefix_cache import PrefixCache
 NodeConfig = PrefillConfig | DecodeConfig
 
 
-@dataclass(frozen=True)
 class NodeParts:
     """Everything of a node that does not depend on its role. Nothing is open yet."""
 
-    config: NodeConfig
-    identity: NodeIdentity
-    geometry: ModelGeometry
-    metrics: Metrics
-    seldom: Seldom
-    """What keeps lines of the log few that strangers, or many rooms, can cause."""
-    recent: Recent
-    events: EventStream
-    layout: NodeLayout
-    book: PageBook
-    prefixes: PrefixCache | None
-    """The pages of the book that stay; None: none do."""
-    backups: Backups | None
-    """What moves those pages down to host memory; None: nothing does."""
-    stored: StoredPrefixes | None
-    """What moves them to a store below host memory and back; None: nothing does."""
-    memory: NodeMemory
-    worker_host: WorkerHost
-    engine_socket: EngineSocket
-    engines: Engines
-
-    @classmethod
-    def build(cls, config: NodeConfig, role: Role) -> NodeParts:
+    def __init__(self, config: NodeConfig, role: Role) -> None:
         """Decide everything that can be decided without opening anything. Raises ConfigError, InvalidInputError."""
-        geometry = load_geometry(config.model)
-        layout = plan_memory(config, geometry)
-        metrics = _metrics(config, role, geometry, layout)
-        names, recent, events, seldom = PeerNames(), Recent(), EventStream(), Seldom(metrics.line_left_out)
-        for reader in (names, MetricsReader(metrics, names), LogReader(names, seldom), recent):
-            events.add_reader(reader.table)
-        layers, book = {rank: part.layers for rank, part in layout.parts.items()}, layout.book()
-        socket = EngineSocket(config.timeouts.engine_settle_s, events)
-        worker_host = WorkerHost(config, layers, events, seldom)
-        prefixes = _prefixes(config, geometry, layout, book)
-        return cls(
-            config=config,
-            identity=NodeIdentity(role, config.instance, config.node, secrets.token_hex(8)),
-            geometry=geometry,
-            metrics=metrics,
-            seldom=seldom,
-            recent=recent,
-            events=events,
-            layout=layout,
-            book=book,
-            prefixes=prefixes,
-            backups=_backups(config, prefixes, worker_host.workers, book, events),
-            stored=_stored(config, prefixes, book, geometry),
-            memory=NodeMemory(layout),
-            worker_host=worker_host,
-            engine_socket=socket,
-            engines=Engines(socket.send, tuple(layers), events),
+        self.config = config
+        self.identity = NodeIdentity(role, config.instance, config.node, secrets.token_hex(8))
+        self.geometry = load_geometry(config.model)
+        self.layout = plan_memory(config, self.geometry)
+        self.memory = NodeMemory(self.layout)
+        self.book = self.layout.book()
+        self.metrics = self._metrics()
+        self.seldom = Seldom(self.metrics.line_left_out)
+        """Limits lines of the log that strangers, or many rooms, can cause."""
+        self.recent = Recent()
+        self.events = EventStream()
+        names = PeerNames()
+        for reader in (names, MetricsReader(self.metrics, names), LogReader(names, self.seldom), self.recent):
+            self.events.add_reader(reader.table)
+        layers = {rank: part.layers for rank, part in self.layout.parts.items()}
+        self.worker_host = WorkerHost(config, layers, self.events, self.seldom)
+        self.engine_socket = EngineSocket(config.timeouts.engine_settle_s, self.events)
+        self.engines = Engines(self.engine_socket.send, tuple(layers), self.events)
+        self.prefixes = self._prefixes()
+        """Keeps pages of the book as prefixes; None: none are kept."""
+        self.backups: Backups | None = None
+        """Copies those pages to host memory; None without a host tier."""
+        self.stored: StoredPrefixes | None = None
+        """Copies host pages to a store below host memory and back; None without a store."""
+        tier, copies = config.tier, None if self.prefixes is None else self.prefixes.copies
+        if self.prefixes is not None and copies is not None and tier.host is not None:
+            limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=tier.host.backup.link_share)
+            controller = BackupController(self.prefixes, copies, self.book, tier.host.backup)
+            self.backups = Backups(controller, self.workers, self.book, self.events, limits)
+        if self.prefixes is not None and copies is not None and tier.store is not None:
+            self.stored = StoredPrefixes(self.prefixes, copies, self.book, tier, self.geometry)
+
+    def _metrics(self) -> Metrics:
+        """Return metrics with every series that the configuration and the model lead to."""
+        config, identity, layout = self.config, self.identity, self.layout
+        values: dict[str, Sequence[str]] = {
+            "component": [component.kind.value for component in self.geometry.components],
+            "direction": [SENT if identity.role is Role.PREFILL else RECEIVED],
+            "transport": [name.value for name in config.transports.order],
+            "space": [space.value for space in (*layout.owned, *layout.adopted)],
+            "phase": list(PHASES[identity.role]),
+        }
+        metrics = Metrics(role=identity.role.value, values=values)
+        name = f"{config.instance}/{config.node}"
+        metrics.built(identity.role.value, name, self.geometry.name, fingerprint(self.geometry))
+        return metrics
+
+    def _prefixes(self) -> PrefixCache | None:
+        """Return the prefix cache, if one is wanted and this node gives out all pages that a prefix takes.
+
+        Engines that bring the memory have prefix caches of their own. Pages of `full` that hold anything but growing components
+        would be written again.
+        """
+        config, owned = self.config, self.layout.owned
+        spaces = tuple(space for space in GROWING_SPACES if space in owned)
+        in_full = {part.liveness for part in self.geometry.components if part.space is IndexSpace.FULL}
+        if not (config.tier.enabled and spaces) or self.layout.adopted or in_full != {Liveness.GROWING}:
+            return None
+        copies = {HOST_COPIES[space]: owned.get(HOST_COPIES[space], 0) for space in spaces if space in HOST_COPIES}
+        index = PrefixIndex(
+            spaces,
+            min(owned[space] + copies.get(HOST_COPIES.get(space, space), 0) for space in spaces),
+            has_copies=any(copies.values()),
+            retained_share=config.tier.retained_share,
         )
+        return PrefixCache(self.book, index, restores=True)
 
     @property
     def workers(self) -> WorkerSet:
-        """The rank workers, as everybody but their host sees them."""
+        """The rank workers, as all but their host see them."""
         return self.worker_host.workers
 
     @property
@@ -139,7 +152,7 @@ class NodeParts:
         )
 
     def kept_header(self) -> KeptHeader:
-        """What the journal of this node's kept pools says of them. Only a node that says which model it holds keeps any."""
+        """Return the header of the journal of kept pools. Only a node that states its model keeps any."""
         model = self.config.tier.model
         assert model is not None, "prefixes stay only where it is known of which model they are"
         return KeptHeader(
@@ -154,7 +167,7 @@ class NodeParts:
         )
 
     def worker_setup(self, rank: Rank, epoch: int) -> WorkerSetup:
-        """What a rank worker is to serve, once the memory is there. `epoch`: of the endpoints that it is to give out."""
+        """Return what a rank worker serves, once the memory is there. `epoch`: of the endpoints that the worker gives out."""
         config = self.config
         return WorkerSetup(
             geometry=self.geometry,
@@ -202,14 +215,14 @@ class NodeParts:
 
     @property
     def reports(self) -> Reports:
-        """Who takes what rank workers of either role say."""
+        """Handlers of reports that rank workers of either role send."""
         return {} if self.backups is None else {PagesCopied: self.backups.copied}
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone, and its rooms know: of the device memory that it had made, if any, engines and prefixes let go.
+        """A rank worker is gone, and its rooms know: engines and prefixes let go of the device memory that it had made, if any.
 
-        A prefix is held by all ranks of a node or not at all. What of it is in the host tier stays; in the host pool alone it is of
-        no use.
+        Copies in the host tier are kept. Pages that exist only in the host pool are dropped, because a prefix is useless unless all
+        ranks hold it.
         """
         if self.backups is not None:
             self.backups.gone(rank, reason)
@@ -217,57 +230,3 @@ class NodeParts:
             if self.prefixes is not None:
                 self.prefixes.lose_device()
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
-
-
-def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, book: PageBook) -> PrefixCache | None:
-    """Make what keeps prefixes, when it is wanted and this node gives out all pages that a prefix takes.
-
-    Engines that bring the memory have prefix caches of their own. Pages of `full` that hold anything but growing components would
-    be written again.
-    """
-    spaces = tuple(space for space in GROWING_SPACES if space in layout.owned)
-    in_full = {part.liveness for part in geometry.components if part.space is IndexSpace.FULL}
-    if not (config.tier.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
-        return None
-    twins = {HOST_COPIES[space]: layout.owned.get(HOST_COPIES[space], 0) for space in spaces if space in HOST_COPIES}
-    index = PrefixIndex(
-        spaces,
-        min(layout.owned[space] + twins.get(HOST_COPIES.get(space, space), 0) for space in spaces),
-        has_copies=any(twins.values()),
-        retained_share=config.tier.retained_share,
-    )
-    return PrefixCache(book, index, restores=True)
-
-
-def _backups(
-    config: NodeConfig, prefixes: PrefixCache | None, workers: WorkerSet, book: PageBook, events: EventStream
-) -> Backups | None:
-    """Make what moves cached pages down to host memory, when there is some."""
-    if prefixes is None or prefixes.copies is None or config.tier.host is None:
-        return None
-    settings = config.tier.host.backup
-    limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=settings.link_share)
-    return Backups(BackupController(prefixes, prefixes.copies, book, settings), workers, book, events, limits)
-
-
-def _stored(
-    config: NodeConfig, prefixes: PrefixCache | None, book: PageBook, geometry: ModelGeometry
-) -> StoredPrefixes | None:
-    """Make what moves host pages to a store and back, when there is one."""
-    if prefixes is None or prefixes.copies is None or config.tier.store is None:
-        return None
-    return StoredPrefixes(prefixes, prefixes.copies, book, config.tier, geometry)
-
-
-def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:
-    """Metrics with every series that the configuration and the model lead to."""
-    values: dict[str, Sequence[str]] = {
-        "component": [component.kind.value for component in geometry.components],
-        "direction": [SENT if role is Role.PREFILL else RECEIVED],
-        "transport": [name.value for name in config.transports.order],
-        "space": [space.value for space in (*layout.owned, *layout.adopted)],
-        "phase": list(PHASES[role]),
-    }
-    metrics = Metrics(role=role.value, values=values)
-    metrics.built(role.value, f"{config.instance}/{config.node}", geometry.name, fingerprint(geometry))
-    return metrics

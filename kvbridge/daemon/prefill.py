@@ -21,7 +21,7 @@ from kvbridge.node.room_pages import RoomSettings
 
 def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     """Put a prefill daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
-    parts = NodeParts.build(config, Role.PREFILL)
+    parts = NodeParts(config, Role.PREFILL)
     if config.tier.enabled and (why := why_no_prefixes(parts.geometry)):
         raise ConfigError(
             f"tier.enabled: {why}. Set it to false here; decode nodes keep prefixes of this model all the same"

@@ -67,7 +67,7 @@ class Decode:
                 "runtime_dir": "/tmp/kvbridge-test-links",  # short, as a path of sockets has to be; nothing is made there
             }
         )
-        parts = NodeParts.build(config, Role.DECODE)
+        parts = NodeParts(config, Role.DECODE)
         self.links = PrefillLinks(config, parts)
         self.nodes = PrefillNodes(parts.description, self.links, parts.events)
         self.hears(lambda: None)

@@ -50,7 +50,7 @@ def test_the_end_of_a_worker_takes_all_that_is_on_the_device_alone_when_it_had_m
         "pools": {"device": {"full": 8, "swa": 4, "request": 2}, "host": {"pages": 4}},
         "tier": TIER | {"host": {"pages": 4}},
     }
-    node = NodeParts.build(DecodeConfig.model_validate(fields), Role.DECODE)
+    node = NodeParts(DecodeConfig.model_validate(fields), Role.DECODE)
     cache, owner, keys = node.prefixes, Owner(1, 1), Keys.of([b"0" * 16, b"1" * 16, b"2" * 16])
     own = cache.admit(owner, keys, lambda _: {FULL: 3, HOST: 3}).own
     cache.keep(owner, keys, 0, own)
