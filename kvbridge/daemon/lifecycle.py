@@ -34,7 +34,7 @@ EXPORT_S = 5.0
 
 
 class Daemon(Protocol):
-    """What `run_daemon` drives."""
+    """A daemon that `run_daemon` drives."""
 
     async def start(self) -> None:
         """Open the endpoints. Raises BridgeError when it cannot; `close` is called all the same."""
@@ -50,13 +50,13 @@ class Daemon(Protocol):
 
 
 class ToldReadiness:
-    """Says in the log when a daemon becomes ready, and when it stops being it, with the reasons."""
+    """Logs when a daemon becomes ready, and when it is not ready any more, with the reasons."""
 
     def __init__(self) -> None:
         self._ready = False
 
     def look(self, readiness: Readiness) -> None:
-        """Say what has changed. To be called often."""
+        """Log a change. To be called often."""
         told, self._ready = self._ready, readiness.ready
         if self._ready and not told:
             log.info("daemon_ready")
@@ -69,7 +69,7 @@ class Traces:
 
     def __init__(self) -> None:
         self.begin: BeginTrace = pass_on
-        """How a request's first span here is made."""
+        """Makes a request's first span here."""
         self._export: SpanExport | None = None
 
     def open(
@@ -80,7 +80,7 @@ class Traces:
         metrics: Metrics,
         secrets: SecretFiles,
     ) -> None:
-        """Get ready to send, if the configuration names a collector. Raises ConfigError when what that needs is not installed."""
+        """Prepare to send spans, if the configuration names a collector. Raises ConfigError when the extra is not installed."""
         if not config.endpoint:
             return
         try:
@@ -101,17 +101,17 @@ class Traces:
     def read(
         self, events: EventStream, parts: Mapping[RoomState, str] | None = None, recent: Recent | None = None
     ) -> None:
-        """Make spans of what happens from now on; `parts`: those of the role's rooms."""
+        """Make spans of facts from now on; `parts` and `recent`: of the role's rooms."""
         if self._export is not None:
             events.add_reader(SpanReader(self._export.record, parts, recent).table)
 
     def look(self) -> None:
-        """Count, and say now and then what was lost."""
+        """Count spans, and log now and then how many were lost."""
         if self._export is not None:
             self._export.look()
 
     async def close(self, timeout_s: float) -> None:
-        """Send what waits, for so long at most. Harmless when closed."""
+        """Send waiting spans for at most `timeout_s`. Harmless when closed."""
         export, self._export = self._export, None
         if export is not None:
             await asyncio.to_thread(export.close, timeout_s)
@@ -147,7 +147,7 @@ async def run_daemon(daemon: Daemon) -> None:
         loop.add_signal_handler(number, on_signal, number)
     try:
         await _first(daemon.start(), stop.wait())
-        # What a daemon is made of stays for ever: a collector that went through it now and then would stop the loop each time.
+        # A daemon's parts stay for ever: each pass of the cycle collector over them would stop the loop.
         gc.collect()
         gc.freeze()
         if not stop.is_set():

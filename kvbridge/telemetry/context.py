@@ -1,8 +1,7 @@
-"""On whose behalf something is being done: the ids that tie lines, samples, spans and processes together.
+"""The ids that tie log lines, samples, spans and processes together.
 
-Everything that is traced here has one moment at which it begins to be: a request that reaches a daemon. The context made there is
-that daemon's first span; the ids of its parts follow from it by their names, so that every process that knows a span can name its
-parts before they have ended.
+A trace begins here when a request reaches a daemon, as that daemon's first span. The id of a part of a span follows from the name
+of the part, so every process that knows a span can name its parts before they have ended.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ TRACEPARENT_HEADER = "traceparent"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 MAX_TRACEPARENT = 200
-"""Characters of a `traceparent` that is looked at: of today's version it has 55, a later one may be longer."""
+"""Longest `traceparent` that is parsed, in characters: today's version has 55, a later one may be longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,45 +29,45 @@ class TraceContext:
     trace_id: str
     """32 hexadecimal digits."""
     span_id: str
-    """16 of them."""
+    """16 hexadecimal digits."""
     sampled: bool
-    """Whether the trace is recorded, by the word of whoever began it."""
+    """Whether the trace is recorded, as its first process has decided."""
     parent_id: str = ""
-    """Of a span of ours: the span that it is a part of; empty when it is the first of its trace."""
+    """The span above a span of ours; empty when ours is the first of its trace."""
     recorded: bool = False
-    """Whether this process tells a collector of the span, so that parts of it may be told of as well."""
+    """Whether this process sends the span to a collector, and so may send parts of it."""
 
     @property
     def traceparent(self) -> str:
-        """The span as W3C's header and our messages carry it."""
+        """The span in the form of W3C's header, which our messages carry as well."""
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
     def part(self, name: str) -> TraceContext:
-        """Return a part of this span; the span itself while it is not ours, since nobody would be told of a part."""
+        """Return a part of this span; the span itself when it is not ours, since nobody would send the part."""
         return self.child(name) if self.recorded else self
 
     def child(self, name: str) -> TraceContext:
-        """Return a span below this one that is ours to record; its id follows from the name, which no sibling has."""
+        """Return a span of ours below this one. Its id follows from the name, which no sibling may have."""
         span_id = blake2b(f"{self.span_id}/{name}".encode(), digest_size=8).hexdigest()
         return replace(self, span_id=span_id, parent_id=self.span_id, recorded=True)
 
 
 REQUEST_ID: ContextVar[str] = ContextVar("kvbridge_request_id", default="")
-"""What the caller, or this daemon, calls the HTTP request that is being served; empty outside of one."""
+"""The id of the HTTP request that is being served, from the caller or made here; empty outside of a request."""
 TRACE: ContextVar[TraceContext | None] = ContextVar("kvbridge_trace", default=None)
-"""The span that what is being done is a part of, ours or the caller's; None while there is no trace."""
+"""The span of the present work, ours or the caller's; None while there is no trace."""
 
 BeginTrace = Callable[[TraceContext | None], TraceContext | None]
-"""From the caller's span, if it has named one, to the one of the request here."""
+"""Maps the caller's span, if there is one, to the span of the request here."""
 
 
 def pass_on(given: TraceContext | None) -> TraceContext | None:
-    """Take over the caller's span, where this process records none: those who come after are its parts."""
+    """Use the caller's span, where this process records none: later spans are its parts."""
     return given
 
 
 def begin_with(sampled_ratio: float) -> BeginTrace:
-    """Return how a request's first span here is made: as its caller says, else recorded for this share of requests."""
+    """Return a function that makes a request's first span here: recorded as the caller says, else for this share of requests."""
 
     def begin(given: TraceContext | None) -> TraceContext | None:
         if given is not None and not given.sampled:
@@ -83,7 +82,7 @@ def begin_with(sampled_ratio: float) -> BeginTrace:
 
 
 def parse_traceparent(text: str) -> TraceContext | None:
-    """Return the span that a `traceparent` names, None for one that W3C's recommendation has ignored."""
+    """Return the span that a `traceparent` names; None for a header that W3C's recommendation ignores."""
     found = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= MAX_TRACEPARENT else None
     if found is None:
         return None
@@ -94,17 +93,17 @@ def parse_traceparent(text: str) -> TraceContext | None:
 
 
 def is_request_id(text: str) -> bool:
-    """Whether an id from outside can be taken over as it is: short, and of characters that no log or header can mistake."""
+    """Whether an id from outside can be used as it is: short, and without characters that a log or a header could mistake."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
 def exemplar(trace: TraceContext | None) -> str:
-    """Return the trace id to show beside a sample: that of a trace that is recorded, or an empty text."""
+    """Return the trace id to show beside a sample; empty when the trace is not recorded."""
     return trace.trace_id if trace is not None and trace.sampled else ""
 
 
 def bound_ids() -> dict[str, str]:
-    """The ids that are set now, by the keys of log lines."""
+    """Return the ids that are set now, by the keys of log lines."""
     trace = TRACE.get()
     ids = {"request_id": REQUEST_ID.get(), "trace_id": trace.trace_id if trace is not None else ""}
     return {key: value for key, value in ids.items() if value}

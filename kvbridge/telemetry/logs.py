@@ -1,7 +1,4 @@
-"""Logs: one event a line, to standard error, for people or for machines.
-
-Events are short words; facts are keys. A room is always `room`, a peer's incarnation `peer`.
-"""
+"""Logs: one event a line, to standard error, for people or for machines. A room is always `room`, a peer's incarnation `peer`."""
 
 from __future__ import annotations
 
@@ -33,13 +30,12 @@ CHATTY_LIBRARIES = {
     "uvicorn.error": logging.ERROR,
     "opentelemetry": logging.CRITICAL,
 }
-"""They report each request or start at level info, which our own lines already tell; uvicorn warns of each request that is
-none, so that whoever reaches the port could fill the disk; and OpenTelemetry of each batch of spans that a collector does not take.
-"""
+"""The least level of libraries. They report each request at info, as our own lines do. uvicorn warns of each malformed request, so
+anybody could fill the disk. OpenTelemetry warns of each batch that a collector does not take."""
 
 
 class _StandardError:
-    """Standard error as it is when a line is written: tests and embedding programs replace it."""
+    """The standard error of the moment in which a line is written: tests and embedding programs replace it."""
 
     def write(self, text: str) -> int:
         with suppress(OSError, ValueError):  # nobody reads it any more, which must not end whoever writes a line
@@ -52,7 +48,7 @@ class _StandardError:
 
 
 def leave_standard_output() -> None:
-    """Where nobody has set logging up, as in many an engine's process: write lines to standard error. Else do nothing."""
+    """Write lines to standard error where nobody has set logging up, as in many an engine's process. Else do nothing."""
     if not structlog.is_configured():
         target = cast("TextIO", _StandardError())
         processors = [*structlog.get_config()["processors"][:-1], *_renderers("console", sys.stderr)]
@@ -68,9 +64,9 @@ def configure_logs(
 ) -> None:
     """Set logging up for this process, the standard library's loggers included.
 
-    `names` (`role`, `instance`, `node` and, of a rank worker, `rank`) are on every line, and no line can have others: a key of that
-    name becomes `line_...`. `stream` defaults to standard error. `form` is `console`, `json`, or `auto`: `console` on a terminal,
-    `json` otherwise. Raises ValueError on an unknown level.
+    `names` (`role`, `instance`, `node` and, of a rank worker, `rank`) are on every line; a line's own key of such a name becomes
+    `line_...`. `stream` defaults to standard error. `form` is `console`, `json`, or `auto`: `console` on a terminal, else `json`.
+    Raises ValueError on an unknown level.
     """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
@@ -107,31 +103,28 @@ def configure_logs(
 
 
 LINES, EVERY_S = 10, 1.0
-"""Lines of one kind that are written within so long: a room that ends costs little, and a stranger cannot fill the disk."""
+"""Lines of one kind that are written within this time: so many rooms cost little, and a stranger cannot fill the disk."""
 MAX_KINDS = 256
-"""Kinds that are counted apart: peers choose some of their words."""
+"""Kinds that are counted apart: peers choose some of the words."""
 
 
 @dataclass(slots=True)
 class _Seen:
     since_s: float
-    """When the present stretch of time began."""
+    """When the present period began."""
     lines: int = 0
     left_out: int = 0
-    """Not told yet."""
+    """Lines left out since the last report."""
     left_out_since_s: float = 0.0
 
 
 class Seldom:
-    """Lets a few lines of each kind through at a time, and counts the others. Events and kinds are few words of our own.
-
-    A daemon has one, and calls its `tell` now and then.
-    """
+    """Limits how many lines of each kind are written, and counts the others. A daemon has one, and calls `tell` now and then."""
 
     def __init__(
         self, count: Callable[[str], object], *, lines: int = LINES, every_s: float = EVERY_S, clock: Clock = monotonic
     ) -> None:
-        """`count(event)` is called for each line that is left out, in that moment: none is left out without a trace."""
+        """`count(event)` is called at once for each line that is left out."""
         self._count = count
         self._lines = lines
         self._every_s = every_s
@@ -139,7 +132,7 @@ class Seldom:
         self._seen: dict[tuple[str, str], _Seen] = {}
 
     def admits(self, event: str, kind: str = "", *, lines: int | None = None) -> bool:
-        """Whether a line of this kind may be written now. `lines`: for kinds that may have more or fewer than others."""
+        """Return whether a line of this kind may be written now. `lines`: another limit for this kind."""
         now_s = self._clock()
         if len(self._seen) >= MAX_KINDS and (event, kind) not in self._seen:
             kind = "other"
@@ -156,7 +149,7 @@ class Seldom:
         return False
 
     def tell(self, *, everything: bool = False) -> None:
-        """Write how many lines were left out, kind by kind: once `every_s` has passed since the first of them, or at once."""
+        """Write how many lines of each kind were left out: `every_s` after the first of them, or at once (`everything`)."""
         now_s = self._clock()
         for (event, kind), seen in self._seen.items():
             seconds = now_s - seen.left_out_since_s
@@ -167,7 +160,7 @@ class Seldom:
 
 
 def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Blank every value whose key sounds like a secret, in nested mappings and sequences too."""
+    """Blank every value whose key sounds like a secret, also in nested mappings and sequences."""
     return {key: _masked(key, value) for key, value in event.items()}
 
 
@@ -183,7 +176,7 @@ def _masked(key: object, value: object) -> object:
 
 
 def _bind(names: dict[str, str]) -> Processor:
-    """Whose lines these are, and on whose behalf; a line that tells of a request that is over brings the ids of that one."""
+    """Return a processor that adds names and ids. A line about a request that is over brings the ids of that request."""
 
     def add(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         own = {f"line_{key}" if event[key] != names.get(key, event[key]) else key: event[key] for key in event}

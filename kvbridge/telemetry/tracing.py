@@ -1,8 +1,7 @@
-"""The way of spans to a collector: OpenTelemetry, OTLP over HTTP.
+"""Sends spans to a collector: OpenTelemetry, OTLP over HTTP. The extra `traces` installs what is imported here.
 
-The extra `traces` has what is imported here, so this module is imported by who needs it only. A collector that is slow or away
-costs its spans: they wait in a bounded queue, a thread of its own sends them, and nobody waits for it but `close`, for so long as
-it is told. No provider of spans is made: what else asks OpenTelemetry for one, as FastAPI does, gets none from here.
+Spans wait in a bounded queue, and a thread of its own sends them: a slow or absent collector costs spans, and delays `close` alone.
+No provider of spans is registered, so FastAPI, which asks OpenTelemetry for one, gets none.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from kvbridge.telemetry.spans import Span
 log = structlog.get_logger(__name__)
 
 MAX_QUEUE = 8_192
-"""Spans that wait; further ones are dropped."""
+"""Spans that may wait; further ones are dropped."""
 BATCH = 512
 EVERY_S = 1.0
-"""A span waits so long at most before it is sent, unless others are being sent."""
+"""Longest wait of a span while no other spans are being sent."""
 SAY_EVERY_S = 60.0
-"""What was lost is a line of the log so often at most."""
+"""Shortest time between two lines of the log about lost spans."""
 STEP_NS = 1_000_000
-"""When the host's clock has been set by more, spans follow it; smaller differences are only what two looks are apart."""
+"""Spans follow the host's clock when it has been set by more; smaller differences come from reading two clocks."""
 
 _SAMPLED, _FINE = TraceFlags(TraceFlags.SAMPLED), Status()
 _SCOPE = InstrumentationScope("kvbridge", __version__)
@@ -69,7 +68,7 @@ def parse_headers(lines: Sequence[str], *, key: str) -> dict[str, str]:
 
 
 class _Counted(SpanExporter):
-    """Counts what becomes of batches. Used by the queue's thread; who reads the counts takes them as they are."""
+    """Counts exported and failed spans. Used by the queue's thread; others only read the counts."""
 
     def __init__(self, exporter: OTLPSpanExporter) -> None:
         self._exporter = exporter
@@ -107,7 +106,7 @@ class SpanExport:
         metrics: Metrics,
         clock: Clock = monotonic,
     ) -> None:
-        """`endpoint` is the URL that spans are sent to. `names`: role, instance, node, incarnation, those that there are."""
+        """`endpoint` is the URL that spans are sent to. `names`: role, instance, node, incarnation; unknown ones are omitted."""
         self._endpoint = endpoint
         self._metrics = metrics
         self._clock = clock
@@ -129,14 +128,14 @@ class SpanExport:
         self._said_s = clock() - SAY_EVERY_S
 
     def use_headers(self, headers: Mapping[str, str]) -> None:
-        """Send these with each request from now on, and no earlier ones of other names."""
+        """Send these headers with each request from now on, in place of earlier ones."""
         for name in self._headers:
             self._session.headers.pop(name, None)
         self._headers = tuple(headers)
         self._session.headers.update(headers)
 
     def record(self, span: Span) -> None:
-        """Take a span that has ended; drop it when too many wait."""
+        """Queue a span that has ended; drop it when too many wait."""
         if self._taken - self._exporter.ended >= MAX_QUEUE:
             self._dropped += 1
             return
@@ -159,7 +158,7 @@ class SpanExport:
         self._queue.on_end(ended)
 
     def look(self, *, everything: bool = False) -> None:
-        """Count what has become of spans, and say now and then what was lost. To be called now and then, and at the end."""
+        """Count exported, failed and dropped spans, and log now and then how many were lost. To be called often, and at the end."""
         now = {EXPORTED: self._exporter.exported, FAILED: self._exporter.failed, DROPPED: self._dropped}
         if now != self._counted:
             for outcome, spans in now.items():
@@ -175,7 +174,7 @@ class SpanExport:
             self._wall_ns = self._wall_offset_ns()
 
     def close(self, timeout_s: float) -> None:
-        """Send what waits, for so long at most; the rest is lost. Blocks."""
+        """Send waiting spans for at most `timeout_s`; the rest is lost. Blocks."""
         ending = threading.Thread(target=self._queue.shutdown, name="last-spans", daemon=True)
         ending.start()
         ending.join(timeout_s)
@@ -198,7 +197,7 @@ def _named(trace_id: str, span_id: str) -> SpanContext:
 
 
 def _resource(names: Mapping[str, str]) -> Resource:
-    """What every span says of this process. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment replace and add."""
+    """Return the attributes of this process. The variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES replace and add some."""
     own: dict[str, AnyValue] = {f"kvbridge.{name}": value for name, value in names.items()}
     own |= {
         "service.name": f"kvbridge-{names['role']}",
