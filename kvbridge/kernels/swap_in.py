@@ -24,14 +24,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, MOST_HOT_ROWS, TALLIES
-from kvbridge.kernels.places import PageMemory, RowMemory, copy_rows
-from kvbridge.kernels.reference import array_at
+from kvbridge.core.plan.page_array import PageArray
+from kvbridge.kernels.copies import array_at, copy_operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,20 +231,21 @@ class ReferenceSwapIn(SwapIn):
         pages = self._pages[request, rows // shape.slots_per_page, 0]
         host_rows = pages.astype(np.int64) * shape.slots_per_page + rows % shape.slots_per_page
         host, hot = self._rows[layer]
-        copy_rows((host, host_rows), (hot, request * shape.rows_per_request + slots), shape.row_parts_bytes)
+        places = request * shape.rows_per_request + slots
+        copy_rows((host, shape.slots_per_page, host_rows), (hot, shape.slots_per_page, places), shape.row_parts_bytes)
         slot_of_row, row_of_slot = self._slot_of_row[layer, request], self._row_of_slot[layer, request]
         old = row_of_slot[slots]
         slot_of_row[old[old >= 0]] = -1
         row_of_slot[slots] = rows
         slot_of_row[rows] = slots
 
-    def _memory(self, layer: LayerMemory) -> tuple[RowMemory, RowMemory]:
-        """Return the rows of a layer on the host and in the hot region."""
+    def _memory(self, layer: LayerMemory) -> tuple[PageArray, PageArray]:
+        """Return the pages of a layer on the host and in the hot region."""
         shape, each = self.shape, layer.pages_per_extent
-        host = PageMemory(layer.host_addresses, each, layer.host_stride_bytes, each * len(layer.host_addresses))
+        bases = np.array([layer.host_addresses], dtype=np.uint64)
+        host = PageArray(bases, each, layer.host_stride_bytes, each * len(layer.host_addresses))
         pages = self.state.requests * shape.rows_per_request // shape.slots_per_page
-        hot = PageMemory.contiguous(layer.hot_address, page_count=pages, page_stride_bytes=layer.hot_stride_bytes)
-        return RowMemory(host, shape.slots_per_page), RowMemory(hot, shape.slots_per_page)
+        return host, PageArray.contiguous(layer.hot_address, page_count=pages, stride_bytes=layer.hot_stride_bytes)
 
     def _remember(self, layer: int, request: int, used: npt.NDArray[np.int32], loaded: npt.NDArray[np.intp]) -> None:
         words, tallies = self._ages[layer, request], self._tallies[layer, request]
@@ -265,3 +267,58 @@ class ReferenceSwapIn(SwapIn):
 
 def _width(shape: SwapInShape) -> int:
     return next(width for width in (16, 8, 4) if shape.row_parts_bytes[0] % width == 0)
+
+
+Rows = tuple[PageArray, int, npt.NDArray[np.integer]]
+"""Pages of one layer, how many rows a page holds, and rows of them. Row `r` lies in page `r // slots` at slot `r % slots`; a page
+holds, for each part of a row, that part of all its slots one after another. So a DeepSeek-V4 row (576, 8) lies in two places of its
+page; with one slot a page, rows are dense."""
+
+
+def copy_rows(source: Rows, destination: Rows, row_parts_bytes: Sequence[int]) -> None:
+    """Copy rows in memory of this process. Raises PageOutOfBoundsError."""
+    sides = []
+    for pages, slots, rows in (source, destination):
+        page, slot = np.divmod(rows.astype(np.int64), slots)
+        offsets = accumulate((part * slots for part in row_parts_bytes[:-1]), initial=0)
+        each = zip(row_parts_bytes, offsets, strict=True)
+        sides.append([pages.addresses(page, offset + slot * part)[0] for part, offset in each])
+    for part_bytes, origins, targets in zip(row_parts_bytes, *sides, strict=True):
+        copy_operations(origins, targets, np.full(len(origins), part_bytes, dtype=np.uint64))
+
+
+class AppendRows(ABC):
+    """New rows into the hot region of one layer, each to its physical row, its parts apart."""
+
+    def __init__(self, shape: SwapInShape) -> None:
+        """Only the form of pages and rows is taken from `shape`."""
+        self.shape = shape
+        self.row_bytes = sum(shape.row_parts_bytes)
+
+    @abstractmethod
+    def append(
+        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
+    ) -> None:
+        """Write `count` rows in stream order. Addresses, as the device sees them; all are multiples of 4.
+
+        `rows`: uint8 [count, row_bytes], C order. `places`: int32 [count], physical rows; negative: the row is skipped.
+        `hot_address`: first page of the layer's hot region.
+        """
+
+
+class ReferenceAppendRows(AppendRows):
+    """The same by address, over memory of this process. `stream` means nothing here."""
+
+    def append(
+        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
+    ) -> None:
+        """See `AppendRows.append`; done when it returns."""
+        del stream
+        wanted = array_at(places, (count,), np.int32)
+        chosen = np.flatnonzero(wanted >= 0)
+        if len(chosen):
+            slots = self.shape.slots_per_page
+            new = PageArray.contiguous(rows, page_count=count, stride_bytes=self.row_bytes)
+            pages = 1 + int(wanted.max()) // slots
+            hot = PageArray.contiguous(hot_address, page_count=pages, stride_bytes=hot_stride_bytes)
+            copy_rows((new, 1, chosen), (hot, slots, wanted[chosen]), self.shape.row_parts_bytes)

@@ -1,4 +1,4 @@
-"""Swap-in on a GPU: the kernel, and how it is laid out for a batch."""
+"""Swap-in and appended rows on a GPU: the kernels, and how swap-in is laid out for a batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ import numpy as np
 
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES
 from kvbridge.kernels.cuda import programs, runtime
-from kvbridge.kernels.cuda.buffers import DeviceBytes
-from kvbridge.kernels.swap_in import LayerMemory, Step, SwapIn, SwapInShape, SwapInState
+from kvbridge.kernels.cuda.staging import DeviceBytes
+from kvbridge.kernels.swap_in import (
+    AppendRows,
+    LayerMemory,
+    ReferenceAppendRows,
+    Step,
+    SwapIn,
+    SwapInShape,
+    SwapInState,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +145,33 @@ def _shared_bytes(shape: SwapInShape, form: Form) -> int:
     scratch = 2 * 32 * 4 + 4
     total = -(-(lists + words + halves) // 4) * 4 + scratch
     return -(-total // 16) * 16
+
+
+APPEND_THREADS = 192
+
+
+class CudaAppendRows(AppendRows):
+    """The kernel. No synchronisation, no allocation; may be captured into a graph."""
+
+    def __init__(self, device: int, shape: SwapInShape) -> None:
+        super().__init__(shape)
+        self._kernel = programs.kernel(append_source(shape), "append_rows", device)
+
+    def append(
+        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
+    ) -> None:
+        if count:
+            arguments = (rows, places, hot_address, hot_stride_bytes)
+            self._kernel.launch(arguments, grid=count, block=APPEND_THREADS, stream=stream)
+
+
+def append_rows(shape: SwapInShape, device: int | None) -> AppendRows:
+    """The form for a CUDA device, or for the CPU (None)."""
+    return ReferenceAppendRows(shape) if device is None else CudaAppendRows(device, shape)
+
+
+def append_source(shape: SwapInShape) -> programs.Source:
+    """The kernel's source for these sizes."""
+    parts = (*shape.row_parts_bytes, 0)
+    defines = {"SLOTS": shape.slots_per_page, "PART0_BYTES": parts[0], "PART1_BYTES": parts[1]}
+    return programs.Source("append_rows", tuple(defines.items()))

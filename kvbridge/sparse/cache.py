@@ -31,15 +31,14 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
+from kvbridge.core.plan.page_array import page_copies
 from kvbridge.core.wire.engine_messages import SparseRows
-from kvbridge.kernels.append_rows import append_rows
-from kvbridge.kernels.page_copies import page_copier
-from kvbridge.kernels.places import PagePair
+from kvbridge.kernels.copies import copier
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
-from kvbridge.kernels.swap_in_device import CudaSwapIn
-from kvbridge.sparse.memory import HotMemory, checked_regions, id_pairs, layer_memory, layer_pages
+from kvbridge.kernels.swap_in_device import CudaSwapIn, append_rows
+from kvbridge.sparse.memory import HotMemory, checked_regions, layer_memory, layer_pages
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
-from kvbridge.sparse.streams import Point, Staging, Streams
+from kvbridge.sparse.streams import Point, SideStream, Staging, Streams
 
 STEPS_AHEAD = 16
 """So many steps may a host be ahead of its device before it waits."""
@@ -120,11 +119,10 @@ class SparseCache(Closing):
         self._positions = {layer: position for position, layer in enumerate(self.layers)}
         self._streams = Streams(device)
         self._load_stream, self._backup_stream = self._streams.side_stream(), self._streams.side_stream()
-        places = layer_pages(self.memory.pages, regions)
-        page_bytes = component.page_bytes()
-        self._load = page_copier(ordinal, [PagePair(host, hot, page_bytes, n) for n, (hot, host) in enumerate(places)])
-        self._back_up = page_copier(ordinal, [PagePair(*both, page_bytes, n) for n, both in enumerate(places)])
-        layers = [layer_memory(*both) for both in places]
+        self._pages = layer_pages(self.memory.pages, regions)
+        self._copier = copier(ordinal)
+        self._copier.reserve(len(regions) * settings.max_requests, 2 * STEPS_AHEAD)
+        layers = [layer_memory(*both) for both in zip(self.memory.pages, regions, strict=True)]
         self._swap_in: SwapIn = (
             ReferenceSwapIn(self.memory.shape, self.memory.state, layers)
             if ordinal is None
@@ -142,10 +140,8 @@ class SparseCache(Closing):
         """How many rows each request had when it was admitted."""
         requests, pinned = settings.max_requests, device.type == "cuda"
         table_words = 2 * self.memory.shape.max_pages + 1
-        id_words = 2 * settings.pages_per_request(component)
-        self._tables = Staging(self._streams, words=table_words + id_words, count=ADMISSIONS_AHEAD, pinned=pinned)
+        self._tables = Staging(self._streams, words=table_words, count=ADMISSIONS_AHEAD, pinned=pinned)
         self._steps = Staging(self._streams, words=3 * requests, count=STEPS_AHEAD, pinned=pinned)
-        self._ids = Staging(self._streams, words=2 * requests, count=STEPS_AHEAD, pinned=pinned)
         # The memory was set on the current stream; the other streams come after it.
         self._load_stream.follow()
         self._backup_stream.follow()
@@ -171,12 +167,10 @@ class SparseCache(Closing):
         with self._tables.buffer(stream) as words, stream.running():
             memory.forget(request_slot)
             self._send_table(request, words)
-            begin, ids = words[2 * memory.shape.max_pages :].tensor_split([1])
+            begin = words[2 * memory.shape.max_pages :]
             begin[0] = request.ring_begin
             memory.ring_begin[request_slot : request_slot + 1].copy_(begin, non_blocking=True)
-            if loads:
-                pairs = id_pairs(ids, [(place.host_page, place.hot_page) for place in loads])
-                self._load.copy([pairs], stream=stream.handle())
+            self._copy_pages(loads, stream, load=True)
             if self._preloaded[request_slot]:
                 memory.note_resident(request_slot, self._preloaded[request_slot])
         stream.mark(self._admitted[request_slot])
@@ -238,9 +232,7 @@ class SparseCache(Closing):
             return
         stream = self._backup_stream
         stream.follow()
-        with self._ids.buffer(stream) as words:
-            pairs = id_pairs(words, [(place.hot_page, place.host_page) for place in plan.completed])
-            self._back_up.copy([pairs], stream=stream.handle())
+        self._copy_pages(plan.completed, stream, load=False)
         for place in plan.completed:
             stream.mark(self._point(place))
 
@@ -335,8 +327,7 @@ class SparseCache(Closing):
     def close(self) -> None:
         """Wait for the device and let go of what is held; the host regions may be unmapped afterwards. Harmless when closed."""
         self._streams.synchronize()
-        self._load.close()
-        self._back_up.close()
+        self._copier.close()
         if isinstance(self._swap_in, CudaSwapIn):
             self._swap_in.close()
 
@@ -345,6 +336,19 @@ class SparseCache(Closing):
         return f"<SparseCache on {self.device}: {used} of {self.settings.max_requests} requests, {len(self.layers)} layers>"
 
     # ------------------------------------------------------------------ inside
+
+    def _copy_pages(self, places: Sequence[PagePlace], stream: SideStream, *, load: bool) -> None:
+        """Copy pages between the hot region and the host, in all layers, on a side stream."""
+        if not places:
+            return
+        ids = [
+            np.array(column, dtype=np.int64)
+            for column in zip(*((one.hot_page, one.host_page) for one in places), strict=True)
+        ]
+        for pages in self._pages:
+            hot, host = zip(pages, ids, strict=True)
+            sides = (host, hot) if load else (hot, host)
+            self._copier.submit(page_copies(*sides, self.component.page_bytes()), stream=stream.handle())
 
     def _loads(self, request: Request) -> list[PagePlace]:
         """Host pages to load at admission: the incomplete one into the ring; all complete ones of a short request."""

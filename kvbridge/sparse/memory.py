@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from kvbridge.core.errors import InvalidInputError
@@ -12,7 +11,7 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES, SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace
-from kvbridge.kernels.places import IdPairs, PageMemory
+from kvbridge.core.plan.page_array import PageArray
 from kvbridge.kernels.swap_in import LayerMemory, Step, SwapInShape, SwapInState
 
 
@@ -106,33 +105,37 @@ def swap_in_shape(settings: SparseSettings, component: Component) -> SwapInShape
     )
 
 
-def layer_pages(hot_pages: torch.Tensor, host_regions: Sequence[Region]) -> list[tuple[PageMemory, PageMemory]]:
-    """Return the hot pages and the host pages of each layer. `hot_pages`: uint8 [layers, pages, page_bytes]."""
-    return [
-        (
-            PageMemory.contiguous(pages.data_ptr(), page_count=pages.shape[0], page_stride_bytes=pages.stride(0)),
-            PageMemory.of(region),
-        )
-        for pages, region in zip(hot_pages, host_regions, strict=True)
-    ]
-
-
-def layer_memory(hot: PageMemory, host: PageMemory) -> LayerMemory:
-    """Return the places of one layer as swap-in takes them."""
+def layer_memory(hot: torch.Tensor, host: Region) -> LayerMemory:
+    """Return the places of one layer as swap-in takes them. `hot`: uint8 [pages, page_bytes]."""
+    pages = PageArray.of([host])
     return LayerMemory(
-        host_addresses=host.extent_addresses,
-        pages_per_extent=host.pages_per_extent,
-        host_stride_bytes=host.page_stride_bytes,
-        hot_address=hot.extent_addresses[0],
-        hot_stride_bytes=hot.page_stride_bytes,
+        host_addresses=tuple(pages.bases[0].tolist()),
+        pages_per_extent=pages.pages_per_extent,
+        host_stride_bytes=pages.stride_bytes,
+        hot_address=hot.data_ptr(),
+        hot_stride_bytes=hot.stride(0),
     )
 
 
-def id_pairs(words: torch.Tensor, ids: Sequence[tuple[int, int]]) -> IdPairs:
-    """Write (source, destination) ids into a staging buffer and describe them."""
-    count = len(ids)
-    words.numpy()[: 2 * count] = np.array(ids, dtype=np.int32).T.ravel()
-    return IdPairs(words.data_ptr(), words.data_ptr() + 4 * count, count)
+def layer_pages(hot_pages: torch.Tensor, host_regions: Sequence[Region]) -> list[tuple[PageArray, PageArray]]:
+    """Return the hot pages and the host pages of all layers, those together whose host pages lie alike.
+
+    `hot_pages`: uint8 [layers, pages, page_bytes].
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for position, region in enumerate(host_regions):
+        alike.setdefault(region.form, []).append(position)
+    return [
+        (
+            PageArray.contiguous(
+                *(hot_pages[position].data_ptr() for position in positions),
+                page_count=hot_pages.shape[1],
+                stride_bytes=hot_pages.stride(1),
+            ),
+            PageArray.of([host_regions[position] for position in positions]),
+        )
+        for positions in alike.values()
+    ]
 
 
 def checked_regions(component: Component, host_regions: Sequence[Region]) -> list[Region]:

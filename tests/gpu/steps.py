@@ -22,7 +22,6 @@ PARTS = ("tests", "contract", "memcheck", "racecheck")
 """The last two are tools of compute-sanitizer."""
 SANITIZERS = ("memcheck", "racecheck")
 KERNEL_TESTS = (
-    "test_copy_pages.py",
     "test_copy_stretches.py",
     "test_digest.py",
     "test_swap_in.py",

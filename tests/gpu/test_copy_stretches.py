@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.plan.operations import Operations
-from kvbridge.kernels.reference import copy_operations
-from kvbridge.kernels.stretch_copies import StretchCopier
+from kvbridge.kernels.copies import StretchCopier, copy_operations
 from tests.helpers.gpu import SMALL
 from tests.helpers.kernel_memory import DEVICE, HOST, Bytes, random_bytes
 

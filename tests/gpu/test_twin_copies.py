@@ -9,10 +9,9 @@ import pytest
 
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
-from kvbridge.kernels.page_copies import CudaPageCopier
+from kvbridge.kernels.copies import StretchCopier
 from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.gpu_memory import HostRegistration
 from kvbridge.pool.memory.pools import MemoryPool
@@ -36,7 +35,7 @@ def test_each_legal_combination_copies_what_twins_keep(device: int, streams: Str
         with (
             TwinPools(geometry, tp_size=tp_size, layout=host, page_first=page_first) as pools,
             on_gpu(pools, device, rank) as gpu,
-            gpu.copier(direction, backend, 4) as copier,
+            gpu.copier(direction, backend) as copier,
         ):
             expected = pools.expected(moves, direction, ranks=[rank])
             ticket = copier.copy(moves, stream=streams.main.handle)
@@ -44,7 +43,7 @@ def test_each_legal_combination_copies_what_twins_keep(device: int, streams: Str
             reached(streams.other)
             assert copier.done(ticket)
             gpu.compare(expected)
-            kernel = isinstance(getattr(copier._copies, "_copier", None), CudaPageCopier)
+            kernel = isinstance(copier._copier, StretchCopier)
             assert kernel is (backend is CopyBackend.KERNEL), "another backend than the one that was asked for"
 
 
@@ -71,13 +70,3 @@ def test_the_copy_engines_cross_no_border_of_registered_memory(
             assert np.array_equal(memory.read(), expected[0][0])
             assert np.array_equal(held, expected[-1][0])
         del held
-
-
-def test_pages_that_a_gpu_cannot_copy_are_refused(device: int):
-    with TwinPools(TINY) as pools, on_gpu(pools, device) as gpu:
-        shifted = [
-            region.model_copy(update={"extent_addresses": tuple(address + 8 for address in region.extent_addresses)})
-            for region in gpu.regions[1]
-        ]
-        with pytest.raises(UnsupportedError, match="must be multiples of 16"):
-            HostCopier(TINY, gpu.regions[0], shifted, direction=Direction.BACKUP, means=CopyMeans(device=device))

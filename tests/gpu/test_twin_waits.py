@@ -14,9 +14,9 @@ import pytest
 from kvbridge.config.pools import HostLayout
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.models import preset
-from kvbridge.kernels.cuda import buffers
-from kvbridge.kernels.reference import array_at
+from kvbridge.kernels.copies import array_at
 from kvbridge.tier.copies import Direction
+from tests.helpers.gpu import wait_value
 from tests.helpers.kernel_memory import HOST, Bytes
 from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
 from tests.helpers.twin_pools import TwinPools
@@ -34,7 +34,7 @@ class Gate:
 
     @contextmanager
     def holding(self, stream: int) -> Iterator[None]:
-        buffers.wait_value(self._device, self._word.address, 1, stream)
+        wait_value(self._device, self._word.address, 1, stream)
         try:
             yield
         finally:

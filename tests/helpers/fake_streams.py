@@ -9,7 +9,7 @@ from collections import deque
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.kernels.reference import copy_operations
+from kvbridge.kernels.copies import copy_operations
 from kvbridge.transport.local.gpu import Route, Way
 
 ANY_ROUTE = Route(Way.KERNEL, 0, over_host_link=True)

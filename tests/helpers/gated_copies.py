@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.core.plan.operations import Operations
-from kvbridge.kernels.cuda import buffers, runtime
+from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.local.gpu import CopyStream
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,10 +84,12 @@ def install(path: str) -> None:
             while gate.passing < number:
                 time.sleep(LOOK_AGAIN_S)
         else:
+            from tests.helpers.gpu import wait_value
+
             if not registered:
                 runtime.register_host(gate.address, mmap.PAGESIZE, device=device, label="the gate of a test")
                 registered.add(device)
-            buffers.wait_value(device, gate.address, number, stream._stream.handle)
+            wait_value(device, gate.address, number, stream._stream.handle)
         start(stream, operations)
 
     CopyStream.start = gated  # type: ignore[method-assign]

@@ -37,3 +37,14 @@ def skip_without_device(items: Iterable[pytest.Item]) -> None:
 def environment_for(root: Path) -> dict[str, str]:
     """Environment of processes that run from a checkout that may not be installed: its root comes first on the path."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))}
+
+
+def wait_value(device: int, address: int, value: int, stream: int) -> None:
+    """Have a stream wait until the uint32 at a device address is `value` or later; numbers go round."""
+    runtime.use(device)
+    driver = runtime.library("cuda.bindings.driver")
+    (code,) = driver.cuStreamWaitValue32(
+        stream, address, value & 0xFFFFFFFF, driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    )
+    if int(code):
+        raise RuntimeError(f"a stream of cuda:{device} cannot wait for a kernel's signal: {code.name}")

@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.places import IdPairs, PageMemory
 
 HOST, DEVICE = "host", "device"
 
@@ -92,16 +91,6 @@ class Form:
         place = within * self.layers + layer if self.page_first else layer * self.each + within
         return self.gap_bytes + extent * self.extent_bytes + place * self.page_bytes
 
-    def memory(self, base: int, layer: int) -> PageMemory:
-        extents = tuple(base + self.offset(layer, first) for first in range(0, self.pages, self.each))
-        return PageMemory(extents, self.each, self.page_bytes * (self.layers if self.page_first else 1), self.pages)
-
 
 def random_bytes(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
-
-
-def id_pairs(memory: Bytes | np.ndarray, count: int) -> IdPairs:
-    """Ids that lie one list after the other: all sources, then all destinations."""
-    address = memory.address if isinstance(memory, Bytes) else memory.ctypes.data
-    return IdPairs(address, address + 4 * count, count)

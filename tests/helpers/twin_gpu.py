@@ -38,7 +38,7 @@ class Gpu:
             for which, side in zip((rank, -1), self.sides, strict=True)
         ]
 
-    def copier(self, direction: Direction, backend: CopyBackend = CopyBackend.KERNEL, blocks: int = 4) -> HostCopier:
+    def copier(self, direction: Direction, backend: CopyBackend = CopyBackend.KERNEL, blocks: int = 8) -> HostCopier:
         means = CopyMeans(backend, self.device, blocks)
         return HostCopier(self.pools.geometry, *self.regions, direction=direction, means=means)
 

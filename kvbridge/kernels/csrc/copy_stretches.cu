@@ -1,4 +1,4 @@
-// Copies by address: stretches of any length at any alignment, in one launch. See kernels/stretch_copies.py.
+// Copies by address: stretches of any length at any alignment, in one launch. See kernels/copies.py.
 //
 // Stretches are cut into segments of SEGMENT bytes that begin at cache lines of the destination; a warp copies one at a time, in
 // the widest words that source and destination have in common.

@@ -1,4 +1,4 @@
-// Raw CRC-32C of stretches of device memory. See kernels/digest_device.py for the tables and the arithmetic behind them.
+// Raw CRC-32C of stretches of device memory. See kernels/digest.py for the tables and the arithmetic behind them.
 //
 // A warp reads a segment in rows of 512 bytes, each thread 16 bytes of a row. A thread's register is the checksum of its own bytes,
 // as if all other threads' bytes were zeros: so what it does from row to row is to look up, for each of its 16 bytes, what that

@@ -23,9 +23,9 @@ from enum import Enum
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import Event
-from kvbridge.kernels.stretch_copies import StretchCopier
 from kvbridge.transport.local.memory import DeviceAccess
 from kvbridge.transport.windowed import (
     DONE,

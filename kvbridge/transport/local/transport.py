@@ -22,8 +22,8 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import has_accelerator, runtime
-from kvbridge.kernels.reference import copy_operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.backend import Backend, read_endpoint
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState

@@ -7,18 +7,19 @@ from typing import Any
 
 import torch
 
+from kvbridge.core.plan.page_array import PageArray, page_copies
+from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.page_copies import CudaPageCopier
-from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
 from tests.bench.gpu.budgets import of_page_copies, with_budgets
 from tests.bench.gpu.memory import PAGE_BYTES, CacheFlush, device_memory, fill_random, host_memory, tensor_at
-from tests.bench.gpu.timing import graph_us
+from tests.bench.gpu.timing import event_us, graph_us
 
 LAYERS = 21
 LAYER_PAGES = 1024
 POOL_PAGES = LAYERS * LAYER_PAGES
 CASES = ((1, (1, 8, 64, 512, 8192)), (LAYERS, (1, 8, 64, 512)))
 WAYS = ("d2h", "h2d")
+BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,19 @@ def _case(beds: Beds, way: str, *, layers: int, pages: int) -> dict[str, Any]:
     source, target = beds.sides(way)
     each = POOL_PAGES // layers
     ids = [torch.randperm(each, device="cuda", dtype=torch.int32)[:pages].contiguous() for _ in range(2)]
-    pairs = [
-        PagePair(_memory(source, layer, each), _memory(target, layer, each), PAGE_BYTES, group=layer)
-        for layer in range(layers)
-    ]
-    lists = [IdPairs(ids[0].data_ptr(), ids[1].data_ptr(), pages)]
     total = layers * pages * PAGE_BYTES
     fill_random(source, POOL_PAGES * PAGE_BYTES, 0, seed=pages)
-    with CudaPageCopier(0, pairs) as copier:
-        copier.copy(lists, stream=beds.stream)
+    origins, targets = (_pages(address, layers, each) for address in (source, target))
+    here, there = (chosen.cpu().numpy() for chosen in ids)
+    operations = page_copies((origins, here), (targets, there), PAGE_BYTES)
+    with StretchCopier(0, blocks=BLOCKS) as copier:
+        copier.submit(operations, stream=beds.stream)
         wrong = _wrong_pages(source, target, ids, layers=layers, each=each)
         assert not wrong, f"{wrong} wrong pages: {way}, {layers} layers, {pages} pages"
-        us = graph_us(
+        us = event_us(
             0,
             beds.stream,
-            lambda: copier.copy(lists, stream=beds.stream),
+            lambda: copier.submit(operations, stream=beds.stream),
             replays=beds.replays,
             before=lambda _: beds.flush.enqueue(beds.stream),
         )
@@ -94,9 +93,9 @@ def _case(beds: Beds, way: str, *, layers: int, pages: int) -> dict[str, Any]:
     }
 
 
-def _memory(address: int, layer: int, each: int) -> PageMemory:
-    first = address + layer * each * PAGE_BYTES
-    return PageMemory.contiguous(first, page_count=each, page_stride_bytes=PAGE_BYTES)
+def _pages(address: int, layers: int, each: int) -> PageArray:
+    begins = (address + layer * each * PAGE_BYTES for layer in range(layers))
+    return PageArray.contiguous(*begins, page_count=each, stride_bytes=PAGE_BYTES)
 
 
 def _wrong_pages(source: int, target: int, ids: list[torch.Tensor], *, layers: int, each: int) -> int:

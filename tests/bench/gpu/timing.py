@@ -67,6 +67,23 @@ class TimedGraph:
         checked(library.cudaEventRecordWithFlags(self._events[which], self._stream, library.cudaEventRecordExternal))
 
 
+def event_us(device: int, stream: int, work: Work, *, replays: int = 21, before: Callable[[int], None]) -> float:
+    """Call `work`, which no graph can hold, and return microseconds a call on the device: the median of all calls but the first."""
+    runtime.use(device)
+    begin, end = (checked(library.cudaEventCreateWithFlags(0)) for _ in range(2))
+    took_ms = []
+    for replay in range(replays + 1):
+        before(replay)
+        checked(library.cudaEventRecord(begin, stream))
+        work()
+        checked(library.cudaEventRecord(end, stream))
+        checked(library.cudaStreamSynchronize(stream))
+        took_ms.append(float(checked(library.cudaEventElapsedTime(begin, end))))
+    for event in (begin, end):
+        checked(library.cudaEventDestroy(event))
+    return statistics.median(took_ms[1:]) * 1e3
+
+
 def graph_us(
     device: int,
     stream: int,

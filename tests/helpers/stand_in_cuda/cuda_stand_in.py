@@ -239,7 +239,7 @@ class Copier:
         pass
 
     def submit(self, operations: Any, *, stream: int) -> None:
-        from kvbridge.kernels.reference import copy_operations
+        from kvbridge.kernels.copies import copy_operations
 
         copy_operations(operations.source, operations.destination, operations.length)
 

@@ -7,8 +7,7 @@ import pytest
 
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.crc32c import bytes_power, product
-from kvbridge.kernels.digest import raw_checksums
-from kvbridge.kernels.digest_device import BATCH_ROWS, BIAS_BYTES, LEVELS, ROW_BYTES, THREAD_BYTES, tables
+from kvbridge.kernels.digest import BATCH_ROWS, BIAS_BYTES, LEVELS, ROW_BYTES, THREAD_BYTES, raw_checksums, tables
 
 THREADS = ROW_BYTES // THREAD_BYTES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.kernels.reference import GATHER_AT_LEAST, GATHER_BELOW_BYTES, GATHER_BUFFER_BYTES, copy_operations
+from kvbridge.kernels.copies import GATHER_AT_LEAST, GATHER_BELOW_BYTES, GATHER_BUFFER_BYTES, copy_operations
 
 SMALL, LARGE = 584, GATHER_BELOW_BYTES
 

@@ -7,7 +7,7 @@ from importlib import resources
 
 import pytest
 
-from kvbridge.kernels import digest_device, page_copies, stretch_copies, swap_in_device
+from kvbridge.kernels import copies, digest, swap_in_device
 from kvbridge.kernels.cuda.programs import Source, compile_for
 from kvbridge.kernels.swap_in import SwapInShape
 
@@ -17,9 +17,8 @@ ALONE = sorted(
     if item.name.endswith(".cu")
 )
 AS_USED = [
-    page_copies.source(),
-    stretch_copies.source(),
-    digest_device.source(),
+    copies.source(),
+    digest.source(),
     *(
         swap_in_device.source(SwapInShape(hot_rows=hot, ring_rows=128, max_rows=rows, top_k=top_k), form)
         for hot, rows, top_k in ((1024, 32_768, 512), (4096, 32_768, 1024), (4096, 262_144, 2048))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.kernels.cuda import segments
-from kvbridge.kernels.cuda.segments import SMALLEST_STAGING_BYTES, StagingPool
+from kvbridge.kernels.cuda import staging
+from kvbridge.kernels.cuda.staging import SMALLEST_STAGING_BYTES, StagingPool
 
 
 class FakeStaging:
@@ -26,7 +26,7 @@ class FakeStaging:
 
 @pytest.fixture
 def pool(monkeypatch: pytest.MonkeyPatch) -> StagingPool:
-    monkeypatch.setattr(segments, "Staging", FakeStaging)
+    monkeypatch.setattr(staging, "Staging", FakeStaging)
     return StagingPool(0)
 
 
@@ -35,9 +35,9 @@ def test_the_one_used_longest_ago_is_used_again_and_no_other_is_asked(pool: Stag
     order = [pool.take(100) for _ in range(4)]
     assert len(set(map(id, order))) == 4
     assert [pool.take(100) for _ in range(4)] == order
-    assert [staging.asked for staging in order] == [2] * 4
-    for staging in order[:3]:
-        staging.busy = True
+    assert [each.asked for each in order] == [2] * 4
+    for each in order[:3]:
+        each.busy = True
     assert pool.take(100) is order[3]
 
 

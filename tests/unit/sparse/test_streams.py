@@ -108,7 +108,7 @@ def test_a_backup_follows_the_step_that_completed_its_page_and_is_waited_for_two
         log = log_of(world, lambda: world.step([0], verify=False))
         backup = [entry for entry in log if entry[0] == "backup"]
         if tokens % 256 == 0:
-            assert [entry[1] for entry in backup] == ["follows compute", "launches", "marks", "marks"]
+            assert [entry[1] for entry in backup] == ["follows compute", "launches", "marks"]
             assert max(index for index, entry in enumerate(log) if entry[:2] == ("compute", "launches")) < log.index(
                 backup[0]
             )

@@ -10,16 +10,16 @@ import pytest
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components, copy_pieces
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.operations import Operations
-from kvbridge.kernels import reference
+from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.page_copies import ReferencePageCopier
-from kvbridge.kernels.places import PageMemory, PagePair
 from kvbridge.tier import copies
-from kvbridge.tier.copies import CopyMeans, Direction, copy_backend, joined
+from kvbridge.tier.copies import CopyMeans, Direction, _Pair, copy_backend, joined
 from tests.helpers.fake_cuda import FakeEvent
 from tests.helpers.twin_pools import TwinPools, pages
 
@@ -66,18 +66,28 @@ def test_page_ids_are_checked_before_anything_is_copied():
 
 
 def test_pairs_that_follow_each_other_are_joined():
-    page = PageMemory.contiguous
+    def region(address: int) -> Region:
+        return Region(
+            component=ComponentKind.MHA_KV,
+            layer=0,
+            space=FULL,
+            memory=MemoryKind.DRAM,
+            extent_addresses=(address,),
+            pages_per_extent=4,
+            page_count=4,
+            page_bytes=1000,
+            page_stride_bytes=1000,
+        )
 
-    def pair(source: int, target: int, length: int, **names: int) -> PagePair:
-        strides = [page(address, page_count=4, page_stride_bytes=1000) for address in (source, target)]
-        return PagePair(*strides, length, **names)
+    def pair(source: int, target: int, length: int, group: int = 0, table: int = 0) -> _Pair:
+        return _Pair(group, table, region(source), region(target), length)
 
-    both = [pair(0, 5000, 300), pair(300, 5300, 200)]
-    assert joined(both[::-1]) == [pair(0, 5000, 500)]
-    assert len(joined([pair(0, 5000, 300), pair(300, 5400, 200)])) == 2, "apart on one side"
-    assert len(joined([pair(0, 5000, 300), pair(300, 5300, 200, group=1)])) == 2
-    assert len(joined([pair(0, 5000, 300), pair(300, 5300, 200, table=1)])) == 2
-    assert len(joined([pair(0, 5000, 600), pair(600, 5600, 600)])) == 2, "longer than a page's stride"
+    both = [pair(1, 5000, 300), pair(301, 5300, 200)]
+    assert joined(both[::-1]) == [pair(1, 5000, 500)]
+    assert len(joined([pair(1, 5000, 300), pair(301, 5400, 200)])) == 2, "apart on one side"
+    assert len(joined([pair(1, 5000, 300), pair(301, 5300, 200, group=1)])) == 2
+    assert len(joined([pair(1, 5000, 300), pair(301, 5300, 200, table=1)])) == 2
+    assert len(joined([pair(1, 5000, 600), pair(601, 5600, 600)])) == 2, "longer than a page's stride"
 
 
 # ---------------------------------------------------------------------------------------------- what a GPU is asked to do
@@ -89,14 +99,12 @@ class Queue:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[FakeEvent] = []
         self.held: list[tuple[FakeEvent, int]] = []
-        self.groups: list[tuple[int, int | None, int]] = []
         self.batches: list[list[int]] = []
-        self.signals = False
-        self.arrays: list[np.ndarray] = []
+        self.launches = 0
+        self.warm = False
         monkeypatch.setattr(runtime.Event, "create", self._event)
         monkeypatch.setattr(runtime, "copy_batch", self._batch)
-        monkeypatch.setattr(copies, "CudaPageCopier", self._copier)
-        monkeypatch.setattr(copies, "StagingPool", lambda device: self)
+        monkeypatch.setattr(copies, "StretchCopier", self._copier)
 
     def _event(self, device: int) -> FakeEvent:
         self.events.append(event := FakeEvent())
@@ -105,32 +113,24 @@ class Queue:
         return event
 
     def _batch(self, operations: Operations, *, device: int, stream: int) -> None:
-        reference.copy_operations(operations.source, operations.destination, operations.length)
+        copy_operations(operations.source, operations.destination, operations.length)
         self.batches.append(operations.length.tolist())
 
-    def _copier(self, device: int, pairs: list[PagePair], *, blocks: int, signals: bool) -> ReferencePageCopier:
-        assert blocks == 4
-        self.signals = signals
-        made = ReferencePageCopier(pairs)
-        made.wait_group = lambda group, *, stream, sequence: self.groups.append((group, sequence, stream))  # type: ignore[method-assign]
-        return made
-
-    # What is asked of staging memory.
-    def reserve(self, length_bytes: int, count: int) -> None:
-        assert length_bytes * count >= 1 << 20
-
-    def take(self, length_bytes: int) -> Queue:
+    def _copier(self, device: int, *, blocks: int) -> Queue:
+        assert blocks == 8
         return self
 
-    def put(self, arrays: list[np.ndarray]) -> list[int]:
-        self.arrays = [array.copy() for array in arrays]
-        return [array.ctypes.data for array in self.arrays]
+    # What is asked of the kernel.
+    def reserve(self, operations: int, submissions: int) -> None:
+        assert operations * submissions >= 1 << 16
 
-    def send(self, *, stream: int) -> None:
-        pass
+    def warm_up(self) -> None:
+        self.warm = True
 
-    def record(self, stream: int) -> None:
-        pass
+    def submit(self, operations: Operations, *, stream: int) -> None:
+        assert self.warm, "the first launch of a kernel waits for all that the device does"
+        copy_operations(operations.source, operations.destination, operations.length)
+        self.launches += 1
 
     def close(self) -> None:
         pass
@@ -140,41 +140,45 @@ class Queue:
 @pytest.mark.parametrize("direction", Direction)
 def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch, backend, direction):
     queue = Queue(monkeypatch)
+    monkeypatch.setattr(copies, "MOST_GROUPS", 2)
     moves = {FULL: (pages(7, 0, 3), pages(2, 9, 5)), SWA: (pages(1, 4), pages(3, 0))}
     with TwinPools(TINY, layout=PF, page_first=True) as pools:
         expected = pools.expected(moves, direction)
         with pools.copier(direction, CopyMeans(backend, device=0)) as copier:
-            loaded = len(queue.events)  # an empty copy, so that no later one waits until the kernel is loaded
-            assert loaded == (backend is CopyBackend.KERNEL and direction is Direction.LOAD_BACK)
-            assert all(event.done for event in queue.events), "no copy on another stream is done before this one"
-            before = [0] * loaded
+            groups = (
+                2 if backend is KERNEL and direction is Direction.LOAD_BACK else 1
+            )  # only loads are waited for by layer
             first, second = copier.copy(moves, stream=5), copier.copy({}, stream=5)
             pools.compare(expected)
-            assert [event.streams for event in queue.events] == [[*before, 5], [5]]
+            assert [event.streams for event in queue.events] == [[5]] * 2 * groups
             assert (copier.done(first), copier.done(second)) == (False, False)
             copier.wait(first, stream=8)
-            assert queue.held == [(queue.events[0], 8)]
+            assert queue.held == [(queue.events[groups - 1], 8)]
             layers = sorted({region.layer for region in pools.twins})
             for layer in layers:
                 copier.wait_layer(layer, second, stream=9)
-            if backend is CopyBackend.KERNEL and direction is Direction.LOAD_BACK:
-                assert queue.signals
-                assert queue.groups == [(layers.index(layer), second, 9) for layer in layers]
-            else:
-                assert not queue.signals, "only loads are waited for layer by layer"
-                assert queue.held[1:] == [(queue.events[1], 9)] * len(layers)
+            marks = queue.events[groups : 2 * groups]
+            halves = [marks[position * groups // len(layers)] for position in range(len(layers))]
+            assert queue.held[1:] == [(mark, 9) for mark in halves]
             if backend is CopyBackend.DIRECT:
                 # C4, which decode may keep on its host, has a block of its own in device pools: two stretches a page.
                 assert [len(lengths) for lengths in queue.batches] == [2 * 3 + 2 * len(pieces_of_checkpoints()), 0]
+            else:
+                assert queue.launches == 2 * groups
             queue.events[0].done = True
+            assert copier.done(first) is (groups == 1), "a copy is done with its last group"
+            queue.events[groups - 1].done = True
             assert (copier.done(first), copier.done(second)) == (True, False)
             third = copier.copy({}, stream=5)
-            assert queue.events[0].streams == [*before, 5, 5], "an event that was reached is used again"
-            queue.events[1].done = True
+            assert sorted(len(event.streams) for event in queue.events[:groups]) == [2] * groups, (
+                "events are used again"
+            )
+            for mark in marks:
+                mark.done = True
             assert [copier.done(each) for each in (first, second, third)] == [True, True, False]
             copier.wait(second, stream=10)
             copier.wait_layer(layers[0], second, stream=10)
-            assert 10 not in {stream for _, stream in queue.held} | {stream for _, _, stream in queue.groups}
+            assert 10 not in {stream for _, stream in queue.held}
         assert all(event.closed for event in queue.events)
 
 

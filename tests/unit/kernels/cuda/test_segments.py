@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.kernels.cuda.segments import Segments
+from kvbridge.kernels.cuda.staging import Segments
 
 
 @given(st.lists(st.tuples(st.integers(4096, 1 << 47), st.integers(1, 100_000)), min_size=1, max_size=30))

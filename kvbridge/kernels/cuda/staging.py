@@ -1,4 +1,4 @@
-"""Stretches of memory on their way to a kernel: cut into segments, and the arrays in memory that the device reads."""
+"""Device memory with an owner, and stretches of memory on their way to a kernel: segments, and the arrays that the device reads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,44 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.buffers import DeviceBytes
 
 LINE_BYTES = 128
 """Segments begin at cache lines."""
 SMALLEST_STAGING_BYTES = 64 * 1024
 
 AddressArray = npt.NDArray[np.uint64]
+
+
+class DeviceBytes:
+    """Device memory with an owner."""
+
+    def __init__(self, device: int, length_bytes: int) -> None:
+        self.device = device
+        self.length_bytes = length_bytes
+        self.address = runtime.allocate(device, length_bytes)
+
+    def write(self, content: np.ndarray[Any, Any], *, offset_bytes: int = 0) -> None:
+        """Put an array there, and wait until it is."""
+        flat = np.ascontiguousarray(content)
+        self._copy(self.address + offset_bytes, flat.ctypes.data, flat.nbytes)
+
+    def read(self, offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint8]:
+        """Wait for everything on the device, and return what is there then."""
+        runtime.synchronize(self.device)
+        found = np.empty(length_bytes, dtype=np.uint8)
+        self._copy(found.ctypes.data, self.address + offset_bytes, length_bytes)
+        return found
+
+    def _copy(self, destination: int, source: int, length_bytes: int) -> None:
+        with runtime.Stream.create(self.device) as stream:
+            runtime.copy(destination, source, length_bytes, device=self.device, stream=stream.handle)
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Give it back when the device does not use it any more. Harmless when closed."""
+        if self.address:
+            address, self.address = self.address, 0
+            runtime.free(self.device, address)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
