@@ -111,40 +111,32 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
     assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
 
 
+OTHER_MANIFEST = pack_rank(RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=()))
+
+
 @pytest.mark.parametrize(
-    ("fields", "code", "text"),
+    ("ours", "fields", "code", "text"),
     [
-        ({"geometry": preset("tiny-v4")}, "fingerprint_mismatch", "hold different models"),
-        ({"role": Role.PREFILL}, "invalid_input", "must come from a decode node"),
-        ({"ranks": ()}, "invalid_input", "no rank"),
-        (
-            {"ranks": (pack_rank(RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=())),)},
-            "fingerprint_mismatch",
-            "manifest has fingerprint",
-        ),
+        (None, {"geometry": preset("tiny-v4")}, "fingerprint_mismatch", "hold different models"),
+        (None, {"role": Role.PREFILL}, "invalid_input", "must come from a decode node"),
+        (None, {"ranks": ()}, "invalid_input", "no rank"),
+        (None, {"ranks": (OTHER_MANIFEST,)}, "fingerprint_mismatch", "manifest has fingerprint"),
+        (ONE, {"model_identity": TWO}, "fingerprint_mismatch", f"the decode side holds {TWO}"),
+        (None, {"model_identity": TWO}, "fingerprint_mismatch", f"the decode side holds {TWO}"),
+        (ONE, {"model_identity": ONE}, "", ""),
+        (ONE, {"model_identity": None}, "", ""),
     ],
 )
-def test_a_node_that_does_not_fit_is_told_why(fields, code, text):
-    side = PrefillSide()
+def test_a_node_that_does_not_fit_is_told_why(ours, fields, code, text):
+    side = PrefillSide(model_identity=ours)
     side.hello(**fields)
-    [rejected] = pick(side.messages, Rejected, DECODE)
-    assert (rejected.code, text in rejected.message) == (code, True)
-    assert not side.nodes.known()
-    assert side.workers.messages == []
+    assert [(one.code, text in one.message) for one in pick(side.messages, Rejected, DECODE)] == [(code, True)] * bool(
+        code
+    )
+    assert bool(side.nodes.known()) is bool(side.workers.messages) is (not code)
 
 
-def test_a_worker_that_cannot_connect_rejects_the_node():
-    side = PrefillSide()
-    side.hello()
-    side.connected(R0, error_code="transport_failed", error="no route " * 400)
-    assert side.rejected == "transport_failed"
-    assert len(pick(side.workers.messages, DisconnectPeer)) == 2
-    side.connected(R1)
-    assert pick(side.messages, Welcome) == []
-    assert not side.nodes.known()
-
-
-def test_a_new_life_ends_the_old_one_and_a_prefill_node_tells_of_its_handshakes_as_facts():
+def test_a_new_life_ends_the_old_one_and_a_worker_that_cannot_connect_rejects_a_node():
     side = PrefillSide()
     side.introduce()
     side.nodes.gone("nobody", "silent")
@@ -152,11 +144,15 @@ def test_a_new_life_ends_the_old_one_and_a_prefill_node_tells_of_its_handshakes_
     assert side.gone == [(DECODE, f"it was restarted (now {NEXT_LIFE})")]
     assert len(pick(side.workers.messages, DisconnectPeer)) == 2
     assert side.nodes.known() == {NEXT_LIFE}
-    side.connected(R0, NEXT_LIFE, error_code="transport_failed", error="no way there")
+    reason = "no route " * 400
+    side.connected(R0, NEXT_LIFE, error_code="transport_failed", error=reason)
+    side.connected(R1, NEXT_LIFE)
+    assert (side.rejected, len(pick(side.messages, Welcome)), len(side.nodes.known())) == ("transport_failed", 1, 0)
+    assert len(pick(side.workers.messages, DisconnectPeer)) == 4
     assert side.events.of(PeerFact) == [
         PeerAccepted(peer=DECODE, name="decode/d0", features=()),
         PeerLost(peer=DECODE, reason=f"it was restarted (now {NEXT_LIFE})"),
-        PeerRejected(peer=NEXT_LIFE, code="transport_failed", reason="no way there"),
+        PeerRejected(peer=NEXT_LIFE, code="transport_failed", reason=reason),
     ]
 
 
@@ -241,18 +237,21 @@ def test_what_a_peer_said_is_forgotten_with_it():
     assert pick(side.workers.messages, ConnectPeer) == []
 
 
-def test_an_introduction_that_is_not_checked_in_time_or_by_a_defect_is_rejected():
+@pytest.mark.parametrize(
+    ("defect", "code", "text"),
+    [(None, "deadline", "timeouts.handshake_s"), (ZeroDivisionError("ours"), "internal", "checked: ZeroDivisionError")],
+)
+def test_an_introduction_that_is_not_checked_in_time_or_by_a_defect_is_rejected(defect, code, text):
     side = slow()
     side.nodes.received(DECODE, offer())
     side.clock.advance(21)
-    side.end_inspection()
+    if defect is None:
+        side.end_inspection()
+    else:
+        side.later.pop()[1](defect)
     [rejected] = pick(side.messages, Rejected, DECODE)
-    assert (rejected.code, "timeouts.handshake_s" in rejected.message) == ("deadline", True)
+    assert (rejected.code, text in rejected.message) == (code, True)
     assert pick(side.messages, Failed, DECODE)[0].code == "not_ready", "an offer of a stranger is answered, too"
-    side = slow()
-    side.later.pop()[1](ZeroDivisionError("ours"))
-    [rejected] = pick(side.messages, Rejected, DECODE)
-    assert (rejected.code, rejected.message) == ("internal", "its introduction could not be checked: ZeroDivisionError")
 
 
 @pytest.mark.parametrize(("count", "payload_bytes"), [(decode_nodes.MOST_MESSAGES, 0), (64, 256 * 1024)])
@@ -279,19 +278,6 @@ def test_an_older_decode_node_is_welcomed_with_what_both_have(monkeypatch):
     monkeypatch.setattr(decode_nodes, "FEATURES", Features(has=("digests",)))
     side.hello(features=Features(has=("digests", "later")))
     assert side.nodes.peers()[0].features == ("digests",)
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "fits"),
-    [(ONE, ONE, True), (ONE, None, True), (None, None, True), (ONE, TWO, False), (None, TWO, False)],
-)
-def test_a_prefill_node_writes_to_whoever_does_not_hold_other_weights(ours, theirs, fits):
-    side = PrefillSide(model_identity=ours)
-    side.hello(model_identity=theirs)
-    rejected = pick(side.messages, Rejected, DECODE)
-    assert not rejected if fits else rejected[0].code == "fingerprint_mismatch"
-    assert fits or f"the decode side holds {theirs}" in rejected[0].message
-    assert bool(side.workers.messages) is fits
 
 
 def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
