@@ -225,9 +225,8 @@ class RestoredCopies:
 
     def _enter(self, keys: Keys, path: Sequence[Held]) -> None:
         path = list(takewhile(lambda page: self._right[page.key], path))
-        new = [
-            page for page in path if page.key not in self._entered
-        ]  # the last ones: each prompt is entered from its start
+        # Each prompt is entered from its start, so the new pages are its last ones.
+        new = [page for page in path if page.key not in self._entered]
         start = len(path) - len(new)
         if not new:
             return

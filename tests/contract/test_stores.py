@@ -97,17 +97,6 @@ def test_all_objects_of_a_form_are_dropped_whoever_put_them_there_and_no_others(
     assert asked("get", keys[:1], HALF) == ["hit"]
 
 
-def test_ways_see_each_others_objects(store: dict[str, Asked], pages: StoredPages):
-    pages.fill()
-    keys = new_keys(2)
-    assert store["direct"]("put", keys[:1], 0) == ["stored"]
-    assert store["process"]("put", keys[1:], 1) == ["stored"]
-    assert store["process"]("get", keys[:1], HALF) == ["hit"]
-    assert store["direct"]("get", keys[1:], HALF + 1) == ["hit"]
-    assert pages.read(HALF) == pages.read(0)
-    assert pages.read(HALF + 1) == pages.read(1)
-
-
 def _changed(at: int) -> Callable[[bytes], bytes]:
     def change(data: bytes) -> bytes:
         found = bytearray(data)

@@ -51,27 +51,6 @@ class Pool:
         return found[FULL].tolist()
 
 
-def test_what_is_dropped_is_unreachable_at_once_and_comes_back_with_the_last_reader():
-    pool = Pool()
-    pool.add("abcd")
-    pool.add("abxy")
-    path = pool.match("abc")
-    pool.index.pin(path)
-    pool.index.pin(path)
-    free = pool.index.drop(path[1:2])
-    assert sorted(free[FULL].tolist()) == [3, 6, 7], "d, x and y"
-    assert len(pool.match("abcd")) == 1
-    pool.add("abcd", start=1)
-    assert pool.knows("abcd")
-    assert pool.index.unpin(path) == {}
-    assert sorted(pool.index.unpin(path)[FULL].tolist()) == [1, 2]
-    assert pool.knows("abcd")
-    everything = pool.index.drop()
-    assert len(everything[FULL]) == 4
-    assert len(pool.index) == 0
-    pool.index.check_integrity()
-
-
 def test_keys_that_are_no_chain_share_nothing_wrong():
     pool = Pool()
     pool.add("abc")
@@ -116,16 +95,6 @@ def test_a_page_that_hangs_elsewhere_takes_nothing_but_itself_from_a_prompt(fore
 def test_each_key_needs_a_page_of_each_space(pages):
     with pytest.raises(InvalidInputError, match="2 keys need"):
         Pool().index.insert(keys_of("ab"), 0, pages, now=1.0)
-
-
-def test_of_the_oldest_fifth_neighbours_go_first():
-    pool = Pool()
-    for letter in "abcdefghij":
-        pool.add(letter * 10)
-    pool.index.touch(pool.match("b" * 10), now=20.0)
-    assert pool.evict(12) == list(range(39, 27, -1))  # a, c and the first of d are of one fifth
-    assert pool.evict(12) == [*range(27, 19, -1), 9, 8, 7, 6]  # b has been used again
-    assert pool.knows("a" * 6, "b" * 10, "e" * 10)
 
 
 class TestCheckpoints:

@@ -10,18 +10,13 @@ from kvbridge.core.errors import (
     PageOutOfBoundsError,
 )
 from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.accounts.allocator import RunAllocator
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
-FREE, HELD, LEASED, QUARANTINED, CACHED = (
-    PageState.FREE,
-    PageState.HELD,
-    PageState.LEASED,
-    PageState.QUARANTINED,
-    PageState.CACHED,
-)
-A, B, C = Owner(7, 1), Owner(8, 1), Owner(9, 1)
+FREE, HELD, LEASED, QUARANTINED = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED
+A, B = Owner(7, 1), Owner(8, 1)
 
 
 @pytest.fixture
@@ -125,44 +120,18 @@ def test_what_a_peer_may_still_write_is_nobodys_prefix(adopting, end):
     adopting.adopt(B, {FULL: [3]}, shared={FULL: [2]}, written_by_peers=True)
 
 
-# ------------------------------------------------------------------------------------------- the page cache
+@pytest.mark.parametrize("wrong", [[3, 3], [3, 9], [9]])
+def test_a_page_that_is_not_out_cannot_be_given_and_nothing_changes(wrong):
+    allocator = RunAllocator(16)
+    allocator.take(8)
+    with pytest.raises(IntegrityError):
+        allocator.give(wrong)
+    assert allocator.free == 8
+    allocator.check_integrity()
 
 
-class Cache:
-    """Pages of FULL in the order in which they are to go."""
-
-    def __init__(self, book):
-        self.pages = []
-        self.asked = []
-        book.use_cache(self)
-
-    def evictable(self):
-        return {FULL: len(self.pages)}
-
-    def evict(self, lacking):
-        self.asked.append(dict(lacking))
-        count = lacking[FULL]
-        gone, self.pages = self.pages[:count], self.pages[count:]
-        return {FULL: np.array(gone, dtype=np.int32)}
-
-
-@pytest.fixture
-def cache(book):
-    return Cache(book)
-
-
-def keep(book, owner, ids):
-    book.cache(owner, {FULL: np.array(ids, dtype=np.int32)})
-
-
-def test_a_reservation_that_finds_too_few_free_pages_evicts_what_lacks(book, cache):
-    book.reserve(A, {FULL: 12})
-    keep(book, A, range(8))
-    cache.pages = [4, 5, 6, 7, 0, 1, 2, 3]
-    assert book.available_pages()[FULL] == 12
-    pages = book.reserve(B, {FULL: 7, SWA: 1})
-    assert cache.asked == [{FULL: 3}]
-    assert pages[FULL].tolist() == [4, 5, 6, 12, 13, 14, 15]
-    assert book.available_pages()[FULL] == 5
-    assert book.grow(B, {FULL: 2})[FULL].tolist() == [0, 7]
-    assert book.counts()[FULL] == {FREE: 0, HELD: 13, LEASED: 0, QUARANTINED: 0, CACHED: 3}
+def test_integrity_check_finds_a_lost_page():
+    allocator = RunAllocator(16)
+    allocator._is_free[3] = False
+    with pytest.raises(IntegrityError, match="runs by start"):
+        allocator.check_integrity()
