@@ -163,7 +163,9 @@ class Backups:
         self._order = None
         if order.writing:
             ranks = ", ".join(sorted(map(str, order.writing)))
-            why = f"backup order {order.number}: rank workers {ranks} may still write to its twins; {order.reason}"
+            why = (
+                f"backup order {order.number}: rank workers {ranks} may still write to its host copies; {order.reason}"
+            )
             self._late[order.number] = order
             for backup in order.backups:
                 self.book.quarantine(backup.owner, why)
@@ -194,8 +196,8 @@ def _merged(backups: Sequence[Backup]) -> tuple[PageMove, ...]:
             pages.setdefault(space, []).append(both)
     moves = []
     for space, parts in pages.items():
-        device, twins = (np.concatenate(ids) for ids in zip(*parts, strict=True))
+        device, copies = (np.concatenate(ids) for ids in zip(*parts, strict=True))
         [on_device] = to_wire({space: PageTable(space, device)})
-        [on_host] = to_wire({space: PageTable(copy_space(space), twins)})
+        [on_host] = to_wire({space: PageTable(copy_space(space), copies)})
         moves.append(PageMove(device=on_device, twins=on_host))
     return tuple(moves)

@@ -66,11 +66,13 @@ class Load:
     """Copy time of the slowest rank."""
 
     @property
-    def twins(self) -> Tables:
+    def host_copies(self) -> Tables:
         """The host copies as engines are told of them."""
         return {
-            HOST_COPIES[space]: PageTable(HOST_COPIES[space], twins, 0 if space is IndexSpace.SWA else self.first_page)
-            for space, (_, twins) in self.moves.items()
+            HOST_COPIES[space]: PageTable(
+                HOST_COPIES[space], host_copies, 0 if space is IndexSpace.SWA else self.first_page
+            )
+            for space, (_, host_copies) in self.moves.items()
         }
 
 

@@ -193,6 +193,6 @@ class StoreWrites:
         for at in range(start, end, ORDER_PAGES):
             some = slice(at, min(end, at + ORDER_PAGES))
             yield PAGES, links[some], np.stack([looking.pages[space][some] for space in self.spaces[PAGES]], axis=1)
-        for page_count, twins in looking.checkpoints.items():
+        for page_count, copies in looking.checkpoints.items():
             if page_count > start or page_count == end:
-                yield CHECKPOINTS, part_keys(keys[page_count - 1], len(twins)), twins.reshape(-1, 1)
+                yield CHECKPOINTS, part_keys(keys[page_count - 1], len(copies)), copies.reshape(-1, 1)

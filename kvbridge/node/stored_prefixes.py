@@ -93,13 +93,13 @@ class StoredPrefixes:
         self._task: asyncio.Task[None] | None = None
         copies.watch(self.writes)
 
-    def open(self, twins: Sequence[SharedRegion], host: Sequence[SharedRegion], *, log_level: str = "info") -> None:
+    def open(self, copies: Sequence[SharedRegion], host: Sequence[SharedRegion], *, log_level: str = "info") -> None:
         """Start the store's process: the memory is there. `host`: pages that prefixes have on the host anyway.
 
         Raises InvalidInputError for memory that a store cannot hold.
         """
-        ends = [shared for shared in twins if shared.region.space is IndexSpace.SWA_COPY]
-        pages = [*host, *(shared for shared in twins if shared.region.space is IndexSpace.FULL_COPY)]
+        ends = [shared for shared in copies if shared.region.space is IndexSpace.SWA_COPY]
+        pages = [*host, *(shared for shared in copies if shared.region.space is IndexSpace.FULL_COPY)]
         forms = [pages, ends] if ends else [pages]
         settings = self._settings
         assert settings.store is not None, "nobody makes this without a store"
@@ -309,8 +309,8 @@ class StoredPrefixes:
                     came += self._copies.insert(get.owner, keys[: get.start + get.hits], get.start, pages)
                 elif get.form == CHECKPOINTS and is_behind and is_whole:
                     none: Pages = {space: np.empty(0, dtype=np.int32) for space in self._spaces[PAGES]}
-                    [twins] = get.pages.values()
-                    self._copies.insert(get.owner, keys[: get.start], get.start, none, checkpoints={get.start: twins})
+                    [copies] = get.pages.values()
+                    self._copies.insert(get.owner, keys[: get.start], get.start, none, checkpoints={get.start: copies})
                 is_behind = is_behind and is_whole
         return came
 

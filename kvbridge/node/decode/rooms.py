@@ -353,7 +353,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         if not room.awaited:
             room.wait_until(None)  # all engines use it
         told = {"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
-        return self.answer(message.call, room, load=to_wire(room.load.twins if room.load else {}), **told)
+        return self.answer(message.call, room, load=to_wire(room.load.host_copies if room.load else {}), **told)
 
     def loaded(self, engine: AttachedEngine, message: Loaded) -> None:
         """Note that an engine has copied pages from host memory into the room's own. Harmless when the room is over.

@@ -89,7 +89,11 @@ class RoomCheckpoints:
             first_page = window_pages(self.pages.settings.geometry, room.computed_tokens).start
             restore = _on_wire(room.computed_tokens, PageTable(IndexSpace.SWA, room.checkpoint, first_page))
         checkpoints = tuple(_on_wire(tokens, table) for tokens, table in wanted)
-        return {"restore": restore, "checkpoints": checkpoints, "load": to_wire(room.load.twins if room.load else {})}
+        return {
+            "restore": restore,
+            "checkpoints": checkpoints,
+            "load": to_wire(room.load.host_copies if room.load else {}),
+        }
 
     @staticmethod
     def check(room: PrefillRoom, written: tuple[int, ...]) -> None:

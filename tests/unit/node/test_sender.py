@@ -305,7 +305,7 @@ def wire(*ids: bytes, space: IndexSpace = IndexSpace.FULL) -> dict[str, object]:
         (wire(bytes(4), bytes(4)), "twice"),
         (wire(b"\xff\xff\xff\xff"), "negative"),
         ({"prefix_tokens": PAGE}, "holds the first 1 pages .* begins with page 0"),
-        (wire(bytes(4), space=IndexSpace.FULL_TWIN), "offers pages of 'full_twin', which no peer writes"),
+        (wire(bytes(4), space=IndexSpace.FULL_COPY), "offers pages of 'full_twin', which no peer writes"),
     ],
 )
 def test_an_offer_that_cannot_be_right_is_named(fields, complaint):
