@@ -19,14 +19,13 @@ from typing import Any
 import torch
 
 from kvbridge.core.errors import BridgeError, DetachedError, errors_by_code
-from kvbridge.core.geometry.components import Component, Liveness
+from kvbridge.core.geometry.components import Liveness
 from kvbridge.core.ids import MemoryKind, Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
-from kvbridge.engine.views import PoolViews
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers import synthetic
 from tests.helpers.busy_pages import BusyPages, scribble, write_back
@@ -308,21 +307,13 @@ def _pages(engine: Engine, tables: Tables) -> list[torch.Tensor]:
 
 def write_answer(engine: DecodeEngine, tables: Tables, keys: Keys, prompt_tokens: int) -> None:
     """Write the growing rows of whole pages behind the last whole page of a prompt. `keys`: of the prompt and its answer."""
+    page = engine.geometry.tokens_per_page
+    start, stop = prompt_tokens // page * page, len(keys) * page
+    answer = Section(
+        prompt_tokens=stop + 1, start_token=start, stop_token=stop
+    )  # with the last token come windows and states
     for view in engine.views.values():
-        for part in view.geometry.components:
-            if part.liveness is not Liveness.GROWING:
-                continue
-            for page in range(prompt_tokens // view.geometry.tokens_per_page, len(keys)):
-                _write_page(view, part, tables, page, seed=int.from_bytes(keys[page][:8], "little"))
-
-
-def _write_page(view: PoolViews, part: Component, tables: Tables, page: int, *, seed: int) -> None:
-    start, stop = page * part.rows_per_logical_page, (page + 1) * part.rows_per_logical_page
-    for layer in view.layers(part.kind):
-        rows = synthetic.expected_rows(
-            part, room=seed, layer=layer, lanes=(0, part.lanes), start_row=start, stop_row=stop
-        )
-        view.write_rows(part.kind, layer, tables=tables, start_row=start, rows=torch.from_numpy(rows))
+        synthetic.fill(view, room=0, tables=tables, section=answer, keys=keys)
 
 
 def _await_detached(engine: Engine) -> None:
