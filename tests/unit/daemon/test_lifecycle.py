@@ -1,17 +1,29 @@
-"""How a daemon starts and ends, also when one of its parts does not."""
+"""How a daemon starts, ticks and ends, also when one of its parts does not; and its traces."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvbridge.api.status import Readiness
+from kvbridge.config.endpoints import TracesConfig
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.daemon.lifecycle import ToldReadiness, run_daemon
+from kvbridge.core.errors import ConfigError
+from kvbridge.daemon import node as node_module
+from kvbridge.daemon.lifecycle import ToldReadiness, Traces, run_daemon
+from kvbridge.daemon.node import TICK_S
 from kvbridge.daemon.prefill import prefill_daemon
+from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.telemetry.facts import PairingEnded
+from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.stream import EventStream
+from tests.helpers.manual_clock import ManualClock
+from tests.helpers.span_collector import span_collector
 
 
 class BrokenServer:
@@ -75,3 +87,64 @@ def test_the_log_has_each_change_of_readiness_once(capsys: pytest.CaptureFixture
         told.look(Readiness(ready=not reasons, reasons=reasons))
     lines = "".join(capsys.readouterr()).splitlines()
     assert ["daemon_not_ready" in line for line in lines] == [False, True, False]
+
+
+STOPPED_S = 30.5
+
+
+@pytest.mark.asyncio
+async def test_heartbeats_that_were_missed_are_not_caught_up(monkeypatch):
+    """A burst of them would tell peers nothing, and each looks at all links."""
+    clock, beats = ManualClock(), []
+    config = {"instance": "i", "model": {"preset": "tiny-gqa"}, "pools": {"device": {"full": 8}}}
+    daemon = prefill_daemon(PrefillConfig.model_validate(config | {"timeouts": {"control_heartbeat_s": 1.0}}))
+    monkeypatch.setattr(daemon.peers, "watch", lambda: beats.append(clock()))
+    begun_s, times = clock(), iter([1.0, STOPPED_S, *(STOPPED_S + tick * TICK_S for tick in range(1, 31))])
+
+    async def sleep(_seconds: float) -> None:
+        try:
+            clock.advance(begun_s + next(times) - clock())
+        except StopIteration:
+            raise asyncio.CancelledError from None
+
+    monkeypatch.setattr(node_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(node_module, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(asyncio.CancelledError):
+        await daemon._ticks()
+    assert [round(beat - begun_s, 2) for beat in beats] == [1.0, 30.5, 31.5], "once, and then as ever"
+
+
+def opened(config: TracesConfig, secrets: SecretFiles | None = None) -> Traces:
+    traces = Traces()
+    names = {"role": "bootstrap", "incarnation": "abc"}
+    traces.open(config, names=names, metrics=Metrics(role="bootstrap"), secrets=secrets or SecretFiles())
+    return traces
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "kvbridge.telemetry.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "requests", None)
+    with pytest.raises(ConfigError, match=r"telemetry\.traces\.endpoint is set.*install kvbridge\[traces\]"):
+        opened(TracesConfig(endpoint="http://127.0.0.1:4318"))
+
+
+@pytest.mark.outside
+def test_headers_come_from_their_file_and_change_with_it(tmp_path: Path):
+    file = tmp_path / "headers"
+    file.write_text("x-key: one\n")
+    with span_collector() as collector:
+        secrets = SecretFiles()
+        config = TracesConfig(endpoint=collector.url, headers_file=file)
+        traces, stream = opened(config, secrets), EventStream()
+        traces.read(stream)
+        file.write_text("x-key: another\n")
+        [secret] = secrets._followed
+        secret.follow()
+        trace = traces.begin(None)
+        stream.emit(PairingEnded(room=1, generation=1, seconds=0.5, outcome="paired", trace=trace))
+        asyncio.run(traces.close(20.0))
+        [span] = collector.spans
+        assert (span.name, span.trace_id, span.parent_id) == ("pair", trace.trace_id, "")
+        assert collector.headers[0]["x-key"] == "another"
+    with pytest.raises(ConfigError, match=r"telemetry\.traces\.headers_file: cannot read"):
+        opened(TracesConfig(endpoint="http://127.0.0.1:4318", headers_file=tmp_path / "none"))
