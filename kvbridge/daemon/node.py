@@ -1,6 +1,6 @@
 """A prefill or decode daemon from its start to its end.
 
-HTTP and sockets open first, memory is made after: `/ready` can say how far that has come while a large pool is still being made.
+HTTP and sockets open before memory is made, so that `/ready` can report the progress of large pools.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 
 BOOTSTRAP_CALL_S = 5.0
 TICK_S = 0.05
-"""How often deadlines are looked at."""
+"""Time between two checks of deadlines."""
 CLOSING_PARTS = 10
 """`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, the store below host memory one, rank
 workers four, peers one, spans one."""
@@ -120,10 +120,7 @@ class NodeDaemon:
             await asyncio.wait(leaving, timeout=self._closing_part_s)
 
     async def close(self) -> None:
-        """Close everything, in the order in which nothing is pulled from under anybody. Harmless when nothing is open.
-
-        What goes wrong on the way is raised when everything has been closed.
-        """
+        """Close everything, users before what they use. Harmless when nothing is open. Raises errors when everything is closed."""
         parts = self.parts
         async with AsyncExitStack() as last_first:
             last_first.push_async_callback(self._traces.close, self._closing_part_s)
@@ -230,7 +227,7 @@ class NodeDaemon:
         log.info("memory_created", bytes=self.parts.layout.node_bytes, seconds=seconds)
 
     def _go_on_with_pools(self) -> None:
-        """Begin the journal of kept pools, and take up what is in them."""
+        """Begin the journal of kept pools, and restore their pages."""
         parts, kept = self.parts, self.parts.memory.kept
         if kept is None or parts.prefixes is None or parts.prefixes.copies is None:
             return
@@ -242,7 +239,7 @@ class NodeDaemon:
             self._background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:
-        """Nothing copies pages any more: the journal of kept pools has all of them."""
+        """Complete the journal of kept pools, now that nothing copies pages any more."""
         if self._journal is not None:
             await self._journal.finish(self._closing_part_s)
 
@@ -272,7 +269,7 @@ class NodeDaemon:
         self._background(announcer.run(), "announcer")
 
     def _look_for_announcements(self) -> None:
-        """Tell the directory ahead of time when this node can work, or cannot any more, or has much more or less room."""
+        """Tell the directory at once when this node becomes ready or unready, or its load changes much."""
         announcer = self.overview.announcer
         if announcer is None:
             return

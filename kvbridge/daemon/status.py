@@ -1,4 +1,4 @@
-"""A node as operators, Prometheus and the directory see it; all of this only reads."""
+"""A node as operators, Prometheus and the directory see it. Everything here only reads."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from kvbridge.telemetry.facts import RoomEntered, RoomFact
 from kvbridge.telemetry.registry import Metrics
 
 SHOWN_LINKS = 64
-"""Of one node: those that carried most."""
+"""Instances in a registration, by the bytes sent to them: the ones with most."""
 _NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace"}
 """Fields that every fact has, and those that are shown elsewhere."""
 ROOMS_OF_STATE = 25
@@ -58,10 +58,10 @@ class Peers(Protocol):
     """The nodes of the other role."""
 
     def open(self, identity: PeerIdentity) -> PeerAddress | None:
-        """Open the ways to peers; returns the address to tell others, of a role that listens."""
+        """Open the links. Return the address for peers, None for a role that does not listen."""
 
     async def close(self, timeout_s: float) -> None:
-        """Let the last messages out and close the ways to peers. Harmless when closed."""
+        """Flush and close the links. Harmless when closed."""
 
     def watch(self) -> None:
         """Send heartbeats and look for silent peers; called every `timeouts.control_heartbeat_s`."""
@@ -71,13 +71,13 @@ class Peers(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Of the endpoints that rank workers are to give out."""
+        """The epoch of the endpoints that rank workers give out."""
 
     def status(self) -> PeerStatuses:
         """The known peers."""
 
     def fence(self) -> FenceStatus | None:
-        """How far writers that gave no proof are shut out; None for a role that nobody writes to."""
+        """The fence against writers that gave no proof; None for a role that nobody writes to."""
 
 
 class NodeOverview:
@@ -98,14 +98,14 @@ class NodeOverview:
         """Its entry in the directory, if it has one."""
 
     def obstacles(self) -> list[str]:
-        """What keeps every room out, whatever is free: bootstrap need not ask. A node that is full it does ask, and is told."""
+        """Reasons that keep every room out, however many pages are free. Bootstrap does not ask such a node; it asks a full one."""
         candidates = (self._parts.memory.problem, self._parts.workers.missing(), self._admission.closed)
         return [reason for reason in candidates if reason]
 
     def readiness(self) -> Readiness:
         """Whether new rooms can be admitted, and every reason why not.
 
-        A bootstrap that is away ends new pairings only: a node that it knew is ready, and gives that as a reason all the same.
+        A node that bootstrap knew stays ready while bootstrap is away, and lists that as a reason all the same.
         """
         announcer = self.announcer
         reasons = [*self.obstacles(), self._admission.starvation.problem(), announcer.obstacle if announcer else ""]
@@ -187,7 +187,7 @@ class NodeOverview:
         )
 
     def _host_tier(self) -> HostTierStatus | None:
-        """Where pages of prefixes are, and what was copied between device and host; None without a host tier."""
+        """Where pages of prefixes are, and the copies between device and host; None without a host tier."""
         prefixes, backups, copies = self._parts.prefixes, self._parts.backups, self._parts.recent.copies
         if prefixes is None or backups is None:
             return None
@@ -212,7 +212,7 @@ class NodeOverview:
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
+        """Set the gauges, and return the metrics page in pieces, in an accepted form, and its content type."""
         self._set_gauges(self.status())
         return self.metrics.render(accept)
 
@@ -248,7 +248,7 @@ class NodeOverview:
                 metrics.assign(m.STORE_PREFETCHES, requests, outcome)
 
     def page(self) -> Document:
-        """Return what the status page shows: the status, and the rooms that came into each state last."""
+        """Return the document of the status page: the status, and some rooms of each state."""
         now_s, recent = time.monotonic(), self._parts.recent
         rooms = [
             {
@@ -306,7 +306,7 @@ class NodeOverview:
         )
 
     def _sent_bytes(self) -> dict[str, int]:
-        """Bytes sent to each instance; not in `load`, which is asked for many times a second."""
+        """Return bytes sent to each instance. They are not in `load`, which is called many times a second."""
         traffic, found = self._parts.recent.traffic, Counter[str]()
         for peer in self._peers.status():
             if isinstance(peer, DecodeNodeStatus) and peer.incarnation in traffic:

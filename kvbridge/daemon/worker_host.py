@@ -1,4 +1,4 @@
-"""Where a node's rank workers live: their socket, their processes, their setup, and the watch over them."""
+"""The rank workers of a node: their socket, their processes, their setup, and the watch over them."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ from kvbridge.telemetry.stream import EventStream
 log = structlog.get_logger(__name__)
 
 ABSENT_AFTER_S = 0.5
-"""A node that has not looked for so long was itself stopped or starved: what its workers said meanwhile is still unread."""
+"""A node whose last tick is longer ago was itself stopped or starved: messages of its workers are still unread."""
 
 WorkerReport = (
     PeerConnected | PathsChanged | Rerouted | Digested | Sent | Verified | PagesCopied | RoomClosed | EndpointsRevoked
 )
-"""What a worker says about rooms and peers."""
+"""Reports of a worker about rooms and peers."""
 
 
 Reports = Mapping[type[WorkerReport], Callable[[Any], None]]
-"""Who takes each kind of report; what is not listed, a worker of this role does not say."""
+"""Handler of each kind of report that workers of this role send."""
 
 
 class WorkerListener(Protocol):
-    """Who hears of a node's rank workers."""
+    """Receives news of a node's rank workers."""
 
     def worker_ready(self, rank: Rank) -> None:
         """A rank worker is ready (again), perhaps with new endpoints."""
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone, and with it all that it had under way."""
+        """A rank worker is gone, and with it everything that it had under way."""
 
 
 class WorkerHost:
@@ -95,22 +95,22 @@ class WorkerHost:
         self._setup: Callable[[Rank], WorkerSetup]
         self._server: LocalServer[WorkerToNode, NodeToWorker] | None = None
         self._children: dict[Rank, SupervisedChild] | None = None
-        """The processes that we keep running; None while engines bring the workers."""
+        """The processes of workers; None while engines bring the workers."""
         self._early: dict[str, WorkerHello] | None = {}
-        """Workers of engines that came before the memory that they are to map, by their links; None once it is there."""
+        """By link, workers of engines that came before the memory was made; None once it is."""
         self._unended: dict[Rank, dict[str, PeerProcess]] = {}
-        """By link, the processes of workers of engines that are gone, and that may still have endpoints that peers write to."""
+        """By rank and link, processes of engines whose workers are gone: peers may still write to endpoints there."""
         self._revoked: dict[Rank, EndpointsRevoked] = {}
-        """What a rank's worker has said of its endpoints, and is not true before its predecessors have ended."""
+        """By rank, a report that holds only when the worker's predecessors have ended."""
         self._over: dict[str, list[CloseRoom]] = {}
-        """By link, completed rooms that the worker can forget: it is told with the next message to it, or the next tick."""
+        """By link, completed rooms that the worker can forget; sent with the next message, or at the next tick."""
         self._heard_s: dict[Rank, float] = {}
         self._looked_s = math.inf
         self._closing = False
         self.workers = WorkerSet(layers, events)
 
     def serve(self, listener: WorkerListener, reports: Reports) -> None:
-        """Say who hears of workers and of what they report; before `open`."""
+        """Set who receives news and reports of workers. Call before `open`."""
         self._listener, self._reports = listener, reports
 
     def open(self, incarnation: str) -> None:
@@ -121,9 +121,9 @@ class WorkerHost:
         self.workers.connect(self._post)
 
     def start(self, setup: Callable[[Rank], WorkerSetup], identity: NodeIdentity | None) -> None:
-        """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones.
+        """Start a process for each rank, or welcome the workers of engines, now that the memory is made.
 
-        `setup(rank)` says what a worker is to serve; `identity`: for the workers' log; None when engines bring the workers.
+        `setup(rank)` returns what a worker serves. `identity` is for the workers' log; None when engines bring the workers.
         """
         self._setup = setup
         if identity is not None:
@@ -145,11 +145,11 @@ class WorkerHost:
             self._welcome(link, message)
 
     async def failed(self) -> None:
-        """Raise when the processes are not looked after any more; return when that is not ours to do."""
+        """Raise when a process is not supervised any more, by a defect; return at once when engines bring the workers."""
         await asyncio.gather(*(child.failed() for child in (self._children or {}).values()))
 
     async def close(self, timeout_s: float) -> None:
-        """End every worker; those that do not end in time are killed."""
+        """End every worker; kill those that do not end in time."""
         self._closing = True
         for rank in self.workers.layers:
             self.workers.send(rank, Shutdown())
@@ -162,7 +162,7 @@ class WorkerHost:
             self._server.close()
 
     def watch(self) -> None:
-        """Give up workers that hang: ours are started again, those of engines come back when they go on. To be called often."""
+        """Give up workers that hang: ours are started again, those of engines come back by themselves. To be called often."""
         for link in tuple(self._over):
             self._tell_over(link)
         self._forgive_absence()
@@ -189,7 +189,7 @@ class WorkerHost:
             self._lost(rank, reason)
 
     def _forgive_absence(self) -> None:
-        """Silence counts only while somebody listens: the time that this node was away is not its workers'."""
+        """Extend every worker's deadline by the time in which this process itself was suspended."""
         now_s = time.monotonic()
         absent_s = now_s - self._looked_s
         self._looked_s = now_s
@@ -197,7 +197,7 @@ class WorkerHost:
             self._heard_s = {rank: min(now_s, heard_s + absent_s) for rank, heard_s in self._heard_s.items()}
 
     def _post(self, link: str, message: NodeToWorker) -> None:
-        """Send to a worker; raises BridgeError when it is gone. No worker is woken for each room that is over."""
+        """Send to a worker; raises BridgeError when it is gone. Completed rooms are sent later, so as not to wake the worker."""
         if isinstance(message, CloseRoom) and message.all_sent:
             self._over.setdefault(link, []).append(message)
             return
@@ -278,7 +278,7 @@ class WorkerHost:
             self._kill(rank, "its connection ended")
 
     def _on_closed(self, link: str) -> None:
-        """An engine's worker has closed its transports, so nothing of it is waited for; its process may live on."""
+        """An engine's worker has closed its transports: nothing waits for the end of its process."""
         self.workers.answer(link, Shutdown())
         if self._early is not None:
             self._early.pop(link, None)
@@ -288,13 +288,13 @@ class WorkerHost:
             self._lost(rank, "its engine has closed it")
 
     def _await_end(self, link: str, rank: Rank, process: PeerProcess) -> None:
-        """A worker of an engine is gone without having closed its endpoints: they end with its process."""
+        """An engine's worker is gone without having closed its endpoints, which end with its process."""
         self._unended.setdefault(rank, {})[link] = process
         log.warning("worker_gone_unclosed", worker=link, rank=str(rank), pid=process.pid, followed=process.followed)
         process.when_ended(lambda: self._on_ended(link, rank))
 
     def _on_returned(self, rank: Rank, process: PeerProcess) -> None:
-        """A process serves a rank again: only when the endpoints with which it did so before are closed (`engine/adopted.py`)."""
+        """A process serves a rank again, and does so only after closing its former endpoints (`engine/adopted.py`)."""
         unended = self._unended.get(rank, {})
         for link in [link for link, before in unended.items() if process.pid and before.pid == process.pid]:
             self._on_ended(link, rank)
