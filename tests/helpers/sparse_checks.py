@@ -15,8 +15,6 @@ def check_tables(cache: SparseCache) -> None:
     """Check every request in every layer. Waits for the device. Raises IntegrityError naming what contradicts what."""
     memory, requests = cache.memory, cache.requests
     cache._streams.synchronize()
-    cache._load.check()
-    cache._back_up.check()
     slot_of_row, row_of_slot = memory.slot_of_row.cpu().numpy(), memory.row_of_slot.cpu().numpy()
     ages, tallies = memory.ages.cpu().numpy().view(np.uint32), memory.tallies.cpu().numpy()
     pages, ring_begin = memory.host_pages.cpu().numpy(), memory.ring_begin.cpu().numpy()

@@ -13,8 +13,9 @@ from kvbridge.core.geometry.components import Component, ModelGeometry, RowInter
 from kvbridge.core.plan.crc32c import ChecksumArray
 from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, PageDigests
 from kvbridge.core.plan.operations import Section
+from kvbridge.core.plan.page_array import IndexArray
 from kvbridge.core.plan.planner import rows_to_send
-from kvbridge.core.plan.runs import IndexArray, split_rows
+from kvbridge.core.plan.runs import split_rows
 
 
 class Mismatch(NamedTuple):

@@ -10,7 +10,7 @@ keep the same lanes keep the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, NamedTuple
 
@@ -20,9 +20,9 @@ from pydantic import Field
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Tables
 from kvbridge.core.plan.operations import AddressArray, Section
+from kvbridge.core.plan.page_array import IndexArray
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
 from kvbridge.core.plan.planner import Part, pages_to_send
-from kvbridge.core.plan.runs import IndexArray
 
 MAX_PART_BYTES = 512 * 1024
 """Digests that one message carries. More pages than that of one layer do not fit into a page table."""
@@ -142,7 +142,7 @@ def _all_layers(part: Part, page: IndexArray, offset: IndexArray, length: IndexA
     for first in range(0, len(layers), step):
         chosen = layers[first : first + step]
         address = np.empty((len(chosen), len(page)), dtype=np.uint64)
-        replace(group.source, bases=group.source.bases[first : first + step]).write(ids, offset, address)
+        group.source.pages.layers(slice(first, first + step)).write(ids, offset, address)
         yield DigestPieces(
             key=key_of(group),
             memory=group.source.form.memory,

@@ -12,8 +12,9 @@ from itertools import groupby
 
 import numpy as np
 
+from kvbridge.core.plan.page_array import IndexArray
 from kvbridge.core.plan.pairing import LayerGroup, Side
-from kvbridge.core.plan.runs import NO_BORDERS, IndexArray, Runs, find_runs, single_pages
+from kvbridge.core.plan.runs import Runs, find_runs, single_pages
 
 Member = tuple[LayerGroup, int]
 """A group, and how many of its layers follow each other in a band."""
@@ -39,7 +40,7 @@ class Band:
     @property
     def rows(self) -> int:
         """How many neighbourhoods there are."""
-        return len(self.source.bases)
+        return len(self.source.pages)
 
     @property
     def joins_pages(self) -> bool:
@@ -53,11 +54,7 @@ class Band:
             source, destination = source[mine], destination[mine]
         if not self.joins_pages:
             return single_pages(source, destination)
-        borders = tuple(
-            side.form.pages_per_extent if len(side.form.extent_addresses) > 1 else NO_BORDERS
-            for side in (self.source, self.destination)
-        )
-        return find_runs(source, destination, (borders[0], borders[1]))
+        return find_runs(source, destination, (self.source.pages.borders, self.destination.pages.borders))
 
     def stretches(
         self, live: Mapping[LayerGroup, Sequence[tuple[int, int]]], *, most_dead_bytes: int
@@ -113,7 +110,7 @@ def _frame(side: Side) -> tuple[object, ...]:
     """What neighbours have in common on one side."""
     form = side.form
     place = form.space, form.memory, form.device
-    return *place, form.pages_per_extent, form.page_count, form.page_stride_bytes, side.bases.shape[1]
+    return *place, form.pages_per_extent, form.page_count, form.page_stride_bytes, side.pages.bases.shape[1]
 
 
 def _neighbourhoods(groups: Sequence[LayerGroup]) -> list[list[tuple[LayerGroup, int]]]:
@@ -121,7 +118,7 @@ def _neighbourhoods(groups: Sequence[LayerGroup]) -> list[list[tuple[LayerGroup,
     layers = [(group, position) for group in groups for position in range(len(group.layers))]
     sizes = np.array([group.page_bytes for group, _ in layers], dtype=np.uint64)
     sides = [[group.source for group in groups], [group.destination for group in groups]]
-    begins = [np.concatenate([side.bases + np.uint64(side.lane_offset_bytes) for side in each]) for each in sides]
+    begins = [np.concatenate([side.pages.bases for side in each]) for each in sides]
     order = np.argsort(begins[0][:, 0], kind="stable")
     layers, sizes = [layers[place] for place in order.tolist()], sizes[order]
     touching = np.ones(len(layers) - 1, dtype=np.bool_)
@@ -142,5 +139,9 @@ def _neighbourhoods(groups: Sequence[LayerGroup]) -> list[list[tuple[LayerGroup,
 
 def _band(members: tuple[Member, ...], firsts: Sequence[tuple[LayerGroup, int]]) -> Band:
     group, rows = firsts[0][0], [position for _, position in firsts]
-    source, destination = (replace(side, bases=side.bases[rows]) for side in (group.source, group.destination))
-    return Band(source, destination, members, sum(each.page_bytes * count for each, count in members))
+    return Band(
+        group.source.layers(rows),
+        group.destination.layers(rows),
+        members,
+        sum(each.page_bytes * count for each, count in members),
+    )

@@ -19,8 +19,8 @@ from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.core.plan.operations import AddressArray
-from kvbridge.core.plan.runs import IndexArray, PageSplit, byte_intervals
+from kvbridge.core.plan.page_array import IndexArray, PageArray
+from kvbridge.core.plan.runs import PageSplit, byte_intervals
 
 if TYPE_CHECKING:
     from kvbridge.core.plan.neighbours import Band
@@ -74,33 +74,14 @@ class Side:
     """For error messages: "source rank pp0.tp1"."""
     form: Region
     """One of the regions: what it says counts for all, but for its layer and its addresses."""
-    bases: AddressArray
-    """Shape (layers, extents), or (layers, 1) where the extents of each layer follow each other without a gap."""
+    pages: PageArray
+    """From the first lane on that is copied."""
     lane_offset_bytes: int
     """Where the first lane that is copied begins in a page."""
 
-    @classmethod
-    def create(cls, name: str, regions: Sequence[Region], *, lane_offset_bytes: int) -> Self:
-        """Take regions of one form."""
-        form = regions[0]
-        bases = np.array([region.extent_addresses for region in regions], dtype=np.uint64)
-        extent_bytes = np.uint64(form.pages_per_extent * form.page_stride_bytes)
-        if (np.diff(bases, axis=1) == extent_bytes).all():
-            bases = bases[:, :1]
-        return cls(name, form, bases, lane_offset_bytes)
-
-    def write(self, ids: IndexArray, offset: IndexArray, out: AddressArray) -> None:
-        """Write the address `offset` bytes behind the first copied lane of each of these pages to `out`: (layers, pages).
-
-        The ids have been checked.
-        """
-        extent, within = (None, ids) if self.bases.shape[1] == 1 else np.divmod(ids, self.form.pages_per_extent)
-        behind = (within * self.form.page_stride_bytes + (offset + self.lane_offset_bytes)).view(np.uint64)
-        if extent is None:
-            np.add(self.bases, behind, out=out)
-        else:
-            np.take(self.bases, extent, axis=1, out=out, mode="clip")
-            out += behind
+    def layers(self, rows: Sequence[int] | slice) -> Side:
+        """Return some of the layers."""
+        return replace(self, pages=self.pages.layers(rows))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,10 +107,11 @@ class LayerGroup:
         source, destination = pairs[0]
         start, stop = max(source.lane_start, destination.lane_start), min(source.lane_stop, destination.lane_stop)
         lanes = stop - start
-        sides = [
-            Side.create(name, regions, lane_offset_bytes=(start - regions[0].lane_start) * component.lane_block_bytes)
-            for name, regions in zip(names, zip(*pairs, strict=True), strict=True)
-        ]
+        sides = []
+        for name, regions in zip(names, zip(*pairs, strict=True), strict=True):
+            offset_bytes = (start - regions[0].lane_start) * component.lane_block_bytes
+            pages = PageArray.of(regions, offset_bytes=offset_bytes)
+            sides.append(Side(name, regions[0], pages, offset_bytes))
         whole = lanes == source.lanes == destination.lanes
         page_bytes = component.page_bytes(lanes) if whole else lanes * component.lane_block_bytes
         return cls(
@@ -163,8 +145,8 @@ class LayerGroup:
         return replace(
             self,
             layers=tuple(self.layers[index] for index in chosen),
-            source=replace(self.source, bases=self.source.bases[chosen]),
-            destination=replace(self.destination, bases=self.destination.bases[chosen]),
+            source=self.source.layers(chosen),
+            destination=self.destination.layers(chosen),
         )
 
 

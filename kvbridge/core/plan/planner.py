@@ -17,8 +17,9 @@ from kvbridge.core.geometry.components import Component, ComponentKind, RowInter
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.neighbours import Band, find_neighbours
 from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section, cut_sizes
+from kvbridge.core.plan.page_array import IndexArray
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Side, Stripe
-from kvbridge.core.plan.runs import IndexArray, PageSplit, split_rows
+from kvbridge.core.plan.runs import PageSplit, split_rows
 
 
 def plan(
@@ -225,7 +226,7 @@ def _written(batches: list[_Batch]) -> Operations:
         shape = (batch.band.rows, len(batch.length))
         columns = out[:, written : written + shape[0] * shape[1]].reshape(3, *shape)
         for side, ids, column in zip((batch.band.source, batch.band.destination), batch.ids, columns, strict=False):
-            side.write(ids, batch.offset, column)
+            side.pages.write(ids, batch.offset, column)
         columns[2] = batch.length
         written += shape[0] * shape[1]
     return Operations(*out)

@@ -5,14 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbridge.core.geometry.components import Component, RowInterval
-
-IndexArray = npt.NDArray[np.int64]
-
-NO_BORDERS = 0
-"""As `pages_per_extent` of `find_runs`: all pages lie in one extent."""
+from kvbridge.core.plan.page_array import NO_BORDERS, IndexArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def flash_pair() -> Pairing:
 def test_nothing_is_kept_of_peers_that_are_gone():
     pairing = flash_pair()
     plan(pairing, whole(300), flash_tables(300), flash_tables(300), max_operation_bytes=NO_LIMIT)
-    addresses = [weakref.ref(group.destination.bases) for group in pairing.groups]
+    addresses = [weakref.ref(group.destination.pages.bases) for group in pairing.groups]
     del pairing
     gc.collect()
     assert not [each for each in addresses if each() is not None]
