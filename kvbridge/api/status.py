@@ -23,7 +23,6 @@ class ModelStatus(FrozenModel):
     """The model that a node serves; with an adapter and a namespace, all that enters the keys of its pages."""
 
     name: str
-    """Of the geometry."""
     fingerprint: str
     tokens_per_page: Positive
     identity: ModelIdentity | None = None
@@ -87,11 +86,11 @@ class DecodeNodeStatus(FrozenModel):
     node: str
     incarnation: str
     transports: dict[str, tuple[str, ...]]
-    """By rank of ours: what reaches each of its ranks."""
+    """Transports that reach each of its ranks, by rank of this node."""
     standby: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """By rank of ours: what would reach all of its ranks if the former were lost."""
+    """Transports that would reach all of its ranks if the former were lost, by rank of this node."""
     connecting: tuple[str, ...]
-    """Ranks of ours that are not connected to it yet."""
+    """Ranks of this node that are not connected to it yet."""
     features: tuple[str, ...]
 
 
@@ -115,7 +114,7 @@ class FenceStatus(FrozenModel):
     phase: str
     """`idle`, `renewing`, `waiting` or `revoking`."""
     transports: tuple[str, ...] = ()
-    """Those that are being shut; empty: all, or none while it is idle."""
+    """Transports that are being shut; empty: all, or none while it is idle."""
     rooms: tuple[str, ...]
     waits_for_rooms: int
     waits_for_ranks: tuple[str, ...]
@@ -128,7 +127,6 @@ class ClientStatus(FrozenModel):
     rooms: int
     waiting: int
     head_waits_s: float
-    """How long the first of its waiting requests waits."""
     max_rooms: int
     max_waiting: int
 
@@ -160,7 +158,7 @@ class TrafficStatus(FrozenModel):
     rooms_completed: int
     rooms_failed: int
     last_ago_s: float
-    """Since a room of it moved last."""
+    """Seconds since a room of this peer moved last."""
 
 
 class NodeStatus(FrozenModel):
@@ -174,7 +172,7 @@ class NodeStatus(FrozenModel):
     uptime_s: float
     model: ModelStatus
     memory_bytes: int
-    """Of all pools together."""
+    """Bytes of all pools together."""
     ready: Readiness
     bootstrap: BootstrapLinkStatus
     control: str
@@ -187,7 +185,7 @@ class NodeStatus(FrozenModel):
     admission: AdmissionStatus
     pools: dict[IndexSpace, dict[PageState, int]]
     available_pages: dict[IndexSpace, int]
-    """What a request can have now: free pages, and cached ones that nobody reads."""
+    """Pages that a request can have now: free ones, and cached ones that nobody reads."""
     prefixes: PrefixStatus | None = None
     """Null where none stay (`tier.enabled`)."""
     host_tier: HostTierStatus | None = None
@@ -197,7 +195,7 @@ class NodeStatus(FrozenModel):
     store: PrefixStoreStatus | None = None
     """Null where nothing is kept below host memory (`tier.store`)."""
     quarantine: dict[str, tuple[str, ...]]
-    """By reason: whose pages nobody may use yet."""
+    """Owners of pages that nobody may use yet, by reason."""
     problems: tuple[ProblemStatus, ...]
     """The oldest first."""
     traffic: dict[str, TrafficStatus]
@@ -207,7 +205,7 @@ class NodeStatus(FrozenModel):
 
 
 class PrefixStatus(FrozenModel):
-    """What stays of prompts and answers. A page is one in each space that grows with the tokens."""
+    """Cached prompts and answers. A page is one in each space that grows with the tokens."""
 
     read_pages: NonNegative
     unread_pages: NonNegative
@@ -215,26 +213,26 @@ class PrefixStatus(FrozenModel):
     readers: NonNegative
     """Rooms with page keys that have not let go of what they read."""
     evicted_pages: dict[Evicted, NonNegative]
-    """What has gone, by why, since the daemon was started, as the following ones."""
+    """Pages evicted since the daemon was started, by reason. The following figures also count from its start."""
     hit_tokens: NonNegative
     """Prompt tokens of rooms with page keys that were cached when these were admitted."""
     miss_tokens: NonNegative
-    """The others of these rooms."""
+    """The other prompt tokens of these rooms."""
     host_tokens: NonNegative = 0
-    """Of `hit_tokens`, those whose pages were in host memory alone and came back from there."""
+    """Those of `hit_tokens` whose pages were in host memory alone and came back from there."""
     checkpoints: NonNegative
-    """Prefill: windows and states that are kept now; without those at its end no engine goes on with a prefix."""
+    """Prefill: windows and states that are kept now; an engine continues a prefix only from one at its end."""
     retained_pages: dict[str, NonNegative]
-    """Pages that are to go after others now, as requests said with `retention`, by namespace: the eight that have most."""
+    """Pages that are evicted after others, as requests asked with `retention`: the eight namespaces that have most."""
     retention_refused: NonNegative
-    """Requests whose `retention` did not count: their namespace, or all together, had as many retained pages as they may."""
+    """Requests whose `retention` had no effect: their namespace, or all together, had as many retained pages as they may."""
 
 
 class HostTierStatus(FrozenModel):
-    """Where the pages of `prefixes` are, and what was copied from the device to host memory. Pages as there."""
+    """Where the pages of `prefixes` are, and copies between the device and host memory. Pages as there."""
 
     device_pages: NonNegative
-    """On the device alone: gone when others need the place."""
+    """On the device alone: evicted when others need the place."""
     both_pages: NonNegative
     """On the device and, by proof, on the host."""
     host_pages: NonNegative
@@ -244,13 +242,13 @@ class HostTierStatus(FrozenModel):
     in_flight_pages: NonNegative
     """Being copied now."""
     backed_up_pages: NonNegative
-    """Copied since the daemon was started, as the following ones."""
+    """Copied to the host since the daemon was started. The following figures also count from its start."""
     backed_up_bytes: NonNegative
     failed_orders: NonNegative
     """Orders to copy that have failed; their pages are on the device as before."""
     last_failure: str
     longest_order_s: float
-    """How long the slowest order took: so long a request has waited at most that needed the very pages which were being copied."""
+    """Seconds of the slowest order: a request that needed pages which were being copied has waited no longer."""
     refused_prompts: NonNegative
     """Not copied, since there was no host page that nobody reads."""
     loaded_back_pages: NonNegative
@@ -259,26 +257,26 @@ class HostTierStatus(FrozenModel):
     """Rooms that were given up since their pages could not be copied to the device."""
     last_failed_load: str
     evicted_read_back_pages: NonNegative
-    """That left the host to make room, and had been copied to the device at least once."""
+    """Pages that left the host to make room, and had been copied to the device at least once."""
     evicted_unused_pages: NonNegative
-    """That left it so, and never had been."""
+    """Pages that left the host to make room, and never had been copied back."""
 
 
 class KeptPoolsStatus(FrozenModel):
-    """What this daemon has found of the pools of the one before (`pools.keep_s`). Pages of prompts and answers."""
+    """Cached pages in the pools of the former daemon (`pools.keep_s`)."""
 
     waiting_pages: NonNegative
     """Still to be compared with the digests that they had; nobody is given them meanwhile."""
     restored_pages: NonNegative
     restored_bytes: NonNegative
     lost_pages: NonNegative
-    """That were not what they had been, or are behind such pages."""
+    """Pages whose digest no longer matched, and pages that depend on them."""
     refused_pages: NonNegative
-    """In pools that could not be gone on with."""
+    """Pages in pools that could not be taken over."""
     refused: str
-    """Why not; empty when they could, or when there were none."""
+    """Why pools could not be taken over; empty when they could, or when there were none."""
     seconds: float
-    """That the comparison took, or has taken so far."""
+    """Seconds that the comparison took, or has taken so far."""
 
 
 class PrefixStoreStatus(FrozenModel):
@@ -292,11 +290,11 @@ class PrefixStoreStatus(FrozenModel):
     why_not: str
     """Why its process is not ready; empty when it is."""
     pid: NonNegative
-    """Of the process, 0 while there is none."""
+    """The process of the store, 0 while there is none."""
     objects: dict[str, dict[str, NonNegative]]
-    """By what was asked (`put`, `get`, `has`, `drop`) and how it ended."""
+    """Calls by verb (`put`, `get`, `has`, `drop`) and outcome."""
     fetched_pages: NonNegative
-    """Of prompts, that came from there."""
+    """Pages of prompts that came from the store."""
     prefetches: dict[str, NonNegative]
     """Requests whose prompts were looked for: `found`, all that there was; `late`, `tier.prefetch_s` was over before; `part`, the
     rest was missing or bad; `nothing`; `failed`, by a defect, whose traceback is in the log."""
@@ -311,7 +309,7 @@ class StoreStatus(FrozenModel):
 
     kind: str
     problem: str
-    """Why it cannot be asked; empty when it can. What else the page shows is then what it last said."""
+    """Why the store cannot be asked; empty when it can. The page then shows the store's last answer."""
 
 
 class BootstrapStatus(FrozenModel):
@@ -338,9 +336,9 @@ class ServerStatus(FrozenModel):
     outstanding: NonNegative
     """Requests under way there."""
     load_tokens: NonNegative
-    """Prompt tokens of these, estimated."""
+    """Prompt tokens of these requests, estimated."""
     paired: bool
-    """Of a prefill server: whether requests go to it and to decode at once."""
+    """Whether requests go to this prefill server and to decode at once."""
 
 
 class RouterStatus(FrozenModel):

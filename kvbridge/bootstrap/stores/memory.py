@@ -68,8 +68,6 @@ class MemoryStore:
     async def close(self) -> None:
         return
 
-    # ------------------------------------------------------------------------------------- nodes
-
     async def nodes(self) -> tuple[NodeRecord, ...]:
         return await self.look(self._nodes)
 
@@ -129,8 +127,6 @@ class MemoryStore:
     def _live(self, key: NodeKey, now_s: float) -> _Node | None:
         node = self._nodes.get(key)
         return node if node is not None and now_s - node.seen_s <= self._expire_after_s else None
-
-    # ------------------------------------------------------------------------------------- rooms
 
     async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
         self._forget_old()

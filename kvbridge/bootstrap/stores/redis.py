@@ -1,7 +1,7 @@
 """Nodes and rooms that several bootstraps share, in Redis.
 
-Redis's answers are input from outside: a malformed value is counted, logged once and treated as absent, so that the node that it
-belongs to registers again, or the room's id is free again. Time is Redis's.
+Redis's answers are input from outside: a malformed value is counted, logged once and treated as absent, so that its node registers
+again, or its room's id is free again. Time is Redis's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final
 
 import msgpack
@@ -61,12 +61,15 @@ class RedisStore:
     ) -> None:
         """Keep everything behind `namespace`, by a client of `redis_client`. `timeout_s` is `timeouts.store_s`."""
         self._client = client
+        options = client.connection_pool.connection_kwargs
+        self._where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._entries: dict[bytes, NodeEntry | None] = {}
         """By digest; None for one that is malformed."""
-        self._tell_once = lru_cache(KEPT)(partial(_log_refused, namespace))
+        self._told: set[tuple[str, ...]] = set()
+        """Malformed values that were logged."""
         times_s = {
             "expire": expire_after_s,
             "claim": rooms.claim_s,
@@ -81,12 +84,10 @@ class RedisStore:
         }
 
     def __repr__(self) -> str:
-        return f"RedisStore({self._where()}, namespace '{self._namespace}')"
+        return f"RedisStore({self._where}, namespace '{self._namespace}')"
 
     async def close(self) -> None:
         await self._client.aclose()
-
-    # ------------------------------------------------------------------------------------- nodes
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
         return await self._records(await self._run("LOOK", instance="", prefix=""))
@@ -131,28 +132,24 @@ class RedisStore:
         return tuple(gone)
 
     async def _records(self, found: Sequence[Any]) -> tuple[NodeRecord, ...]:
-        """Return the records of an answer of LOOK; entries that are not known as they are now are read before."""
+        """Return the records of an answer of LOOK. Entries that are not known as they are now are read and parsed before."""
         now_ms, rows, _ = found
-        if unknown := [member for member, row in rows if row[1] not in self._entries]:
-            for member, text in zip(unknown, await self._run("ENTRIES", members=unknown), strict=True):
-                self._learn_entry(text, member)
+        unknown = [member for member, row in rows if row[1] not in self._entries]
+        texts = await self._run("ENTRIES", members=unknown) if unknown else ()
+        for member, text in zip(unknown, texts, strict=True):
+            if not text or (digest := _digest(text)) in self._entries:
+                continue
+            if len(self._entries) >= KEPT:
+                self._entries.clear()
+            try:
+                entry = NodeEntry.model_validate_json(text, extra="ignore")
+                check_registration(entry.registration)
+                self._entries[digest] = entry
+            except (ValidationError, BridgeError) as error:
+                self._entries[digest] = None
+                self._refused("node", member, error)
         records = (self._record(member, row, now_ms) for member, row in rows)
         return tuple(record for record in records if record is not None)
-
-    def _learn_entry(self, text: bytes, member: bytes) -> None:
-        """Parse an entry and remember it, or that it is malformed."""
-        digest, entry = _digest(text), None
-        if not text or digest in self._entries:
-            return
-        if len(self._entries) >= KEPT:
-            self._entries.clear()
-        try:
-            entry = NodeEntry.model_validate_json(text, extra="ignore")
-            check_registration(entry.registration)
-        except (ValidationError, BridgeError) as error:
-            entry = None
-            self._refused("node", member, error)
-        self._entries[digest] = entry
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
@@ -173,8 +170,6 @@ class RedisStore:
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             self._refused("node", member, error)
             return None
-
-    # ------------------------------------------------------------------------------------- rooms
 
     async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
         owner = secrets.token_hex(8)
@@ -226,8 +221,6 @@ class RedisStore:
             for row in rows
         )
 
-    # ------------------------------------------------------------------------------------- Redis
-
     async def _run(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - as the script answers
         """Run a script within `timeouts.store_s`, and return its answer, strings as bytes. Raises NotReadyError."""
         packed = msgpack.packb(arguments, use_bin_type=False)
@@ -244,17 +237,15 @@ class RedisStore:
 
     def _away(self, kind: str, what: str) -> NotReadyError:
         self._metrics.count(STORE_FAILED, kind)
-        return NotReadyError(f"the directory's Redis at {self._where()} {what} (directory.redis_url)")
-
-    def _where(self) -> str:
-        """The address, without any secret."""
-        options = self._client.connection_pool.connection_kwargs
-        return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+        return NotReadyError(f"the directory's Redis at {self._where} {what} (directory.redis_url)")
 
     def _refused(self, kind: str, name: bytes, error: Exception) -> None:
         """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
         self._metrics.count(STORE_REFUSED, kind)
-        self._tell_once(kind, _text(name), str(error))
+        told = {"kind": kind, "name": _text(name), "namespace": self._namespace, "reason": str(error)}
+        if (key := tuple(told.values())) not in self._told:
+            self._told = {key} if len(self._told) >= KEPT else self._told | {key}
+            log.warning("stored_value_refused", **told)
 
 
 @lru_cache(KEPT)
@@ -275,10 +266,6 @@ def _text(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
-def _log_refused(namespace: str, kind: str, name: str, reason: str) -> None:
-    log.warning("stored_value_refused", kind=kind, name=name, namespace=namespace, reason=reason)
-
-
 class _Credentials(CredentialProvider):
     """Asked by the library for each new connection."""
 
@@ -294,11 +281,11 @@ class _Credentials(CredentialProvider):
 
 
 def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: float) -> Redis:
-    """Return a client that connects when it has to, and tries nothing again behind our back: a script must not run twice.
+    """Return a client that connects when it has to, and never tries again by itself: a script must not run twice.
 
-    `url` may hold a password; where it holds none, each new connection shows `password`, if there is one. `RedisStore` bounds the
-    calls: the library's own limit on sockets is `asyncio.wait_for`, which in Python 3.11 loses a cancellation that meets the end of
-    the wait, so a caller's deadline would never come. Raises ConfigError for a URL that cannot be read.
+    Where `url` holds no password, each new connection shows `password`, if there is one. `RedisStore` bounds the calls: the
+    library's own limit is `asyncio.wait_for`, which in Python 3.11 loses a cancellation that meets the end of the wait, so a
+    caller's deadline would never come. Raises ConfigError for a URL that cannot be read.
     """
     none = {"socket_timeout": None, "socket_connect_timeout": None, "retry": Retry(NoBackoff(), 0), "protocol": 2}
     try:

@@ -10,8 +10,8 @@ Keys, each behind the namespace (`member` is the JSON list of instance and node)
     prefix:<key>         sorted set: instances that were given a prompt that begins so, by when; expires when it has not come again
     prefixes             sorted set: the page keys that there are so, by when each came last; expires with the last of them
 
-All times are Redis's own, in milliseconds. What somebody else left under one of our names is read as absent, and replaced when we
-write there. Arguments come by their names in `a`; limits are locals (`_ms` in their names), put before by `RedisStore`.
+All times are Redis's own, in milliseconds. A value of another type under one of our names is read as absent, and replaced by a
+write. Arguments come by their names in `a`; limits are locals (`_ms` in their names), put before by `RedisStore`.
 """
 
 from __future__ import annotations

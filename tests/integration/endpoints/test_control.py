@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER, pack_rank, unpack_rank
+from kvbridge.core.wire.codec import PEER, pack_rank, unpack_rank
 from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import (
     Abort,
@@ -54,31 +53,6 @@ def offer(room: int, **changed: Any) -> Offer:
 
 
 # ------------------------------------------------------------------------------------------- frames
-
-
-def test_a_frame_far_too_large_costs_its_sender_the_connection(live: LiveCluster, raw: RawDecode) -> None:
-    monitor = raw.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
-    try:
-        raw.put(bytes(3 * MAX_FRAME_BYTES))
-        assert monitor.poll(15_000)
-    finally:
-        raw.socket.disable_monitor()
-        monitor.close(0)
-    live.serves()
-
-
-def test_messages_of_the_other_direction(live: LiveCluster, met: RawDecode) -> None:
-    wrong = (
-        Welcome(instance="x", node="x", incarnation="x", pp_size=1, tp_size=1, ranks=()),
-        Rejected(code="x", message="x"),
-        Done(room=1, generation=1, writer=RANK, amounts={}, phases_s={}),
-        Drained(room=1, generation=1),
-    )
-    with refuses(live.prefill, "wrong_direction", len(wrong)):
-        for message in wrong:
-            met.send(message)
-    met.send(Failed(room=1, generation=1, code="x", message="of a room that nobody knows"))
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- offers

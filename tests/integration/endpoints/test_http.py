@@ -139,15 +139,6 @@ def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live:
     live.serves()
 
 
-def test_a_cancelled_ticket_ends_both_sides(live: LiveCluster) -> None:
-    room = live.ticket(TOKENS)["room"]
-    answer = http("DELETE", live.cluster.bootstrap, f"/v1/requests/{room}?reason=enough")
-    assert answer.status_code == 200
-    for side in (live.prefill, live.decode):
-        ends(side, room, "aborted", "aborted")
-    live.serves()
-
-
 # ------------------------------------------------------------------------------------------- tickets
 
 

@@ -121,15 +121,6 @@ async def test_long_bodies_have_a_limit_together_and_short_ones_are_read_all_the
         assert {len(one.body["prompt"]) for one in made.all_received("prefill")} == {900_000, len(COMPLETION["prompt"])}
 
 
-async def test_a_busy_server_is_asked_again_elsewhere_and_the_last_one_tells_the_client():
-    async with fleet(prefill=2) as made:
-        made.prefill[0].status = 429
-        assert (await made.post()).status_code == 200
-        made.prefill[1].status = 429
-        answer = await made.post()
-        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
-
-
 async def test_headers_that_are_passed_on():
     given = {"authorization": "Bearer k", "x-request-id": "mine-1", "x-vllm-priority": "3", "cookie": "no"}
     async with fleet(taught=True) as made:

@@ -29,6 +29,19 @@ pytestmark = pytest.mark.asyncio
 REQUEST = PairRequest(room=7, prompt_tokens=1000, max_new_tokens=100, client="c")
 
 
+async def under_way(pairing, port, request: PairRequest = REQUEST) -> asyncio.Task:
+    """A pairing that waits for a daemon."""
+    task = asyncio.create_task(pairing.pair(request))
+    await asyncio.wait_for(port.stuck.wait(), 20)
+    return task
+
+
+async def ends(task: asyncio.Task) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 20)
+
+
 @pytest.mark.parametrize("slow", ["http://p1", "http://d1"])
 async def test_a_ticket_that_runs_out_while_it_is_made_is_none(world, slow):
     port = FakeDaemons()
@@ -70,8 +83,7 @@ async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(
     port = FakeDaemons()
     port.refuse["http://d1"] = InvalidInputError("bad prefix")
     port.cancel_gate = asyncio.Event()
-    task = asyncio.create_task((await world.pairing(port)).pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 20)
+    task = await under_way(await world.pairing(port), port)
     task.cancel()
     await asyncio.sleep(0)
     port.cancel_gate.set()
@@ -84,16 +96,13 @@ async def test_no_more_are_paired_at_once_than_may_be(world):
     port = FakeDaemons()
     port.hang.add("http://p1")
     pairing = await world.pairing(port, max_under_way=1)
-    task = asyncio.create_task(pairing.pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 20)
+    task = await under_way(pairing, port)
     with pytest.raises(
         CapacityError, match=r"1 requests are being paired already \(pairing\.max_under_way\)"
     ) as caught:
         await pairing.pair(REQUEST.model_copy(update={"room": 8}))
     assert caught.value.retry_after_s == 1.0
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await ends(task)
     port.hang.clear()
     assert (await pairing.pair(REQUEST.model_copy(update={"room": 8}))).room == 8
 
@@ -102,18 +111,11 @@ async def test_a_room_that_is_being_paired_cannot_be_paired_again(world):
     port = FakeDaemons()
     port.hang.add("http://p1")
     pairing = await world.pairing(port)
-    task = asyncio.create_task(pairing.pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 20)
+    task = await under_way(pairing, port)
     with pytest.raises(ConflictError):
         await pairing.pair(REQUEST)
-    assert await world.store.room_counts() == {
-        PairingState.PAIRING: 1,
-        PairingState.PAIRED: 0,
-        PairingState.CANCELLED: 0,
-    }
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    assert await world.store.room_counts() == dict.fromkeys(PairingState, 0) | {PairingState.PAIRING: 1}
+    await ends(task)
 
 
 async def test_cancel_reaches_both_ends_and_frees_the_id(world):
@@ -156,8 +158,7 @@ async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world):
     port = FakeDaemons()
     port.pauses["http://d1"] = asyncio.Event()
     pairing = await world.pairing(port)
-    slow = asyncio.create_task(pairing.pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 20)
+    slow = await under_way(pairing, port)
     world.advance(TIMES.claim_s + 0.1)
     await world.directory(*FLEET)  # the nodes' heartbeats have gone on meanwhile
     answer = port.pauses.pop("http://d1")
@@ -178,8 +179,7 @@ async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(
     port.full = {"http://d1", "http://d2"}
     port.pauses = {url: asyncio.Event() for url in port.full}
     pairing = await world.pairing(port, max_under_way=1, max_waiting=1)
-    waits = asyncio.create_task(pairing.pair(WAITING))
-    await asyncio.wait_for(port.stuck.wait(), 20)
+    waits = await under_way(pairing, port, WAITING)
     with pytest.raises(CapacityError, match="full now"):
         await pairing.pair(WAITING.model_copy(update={"room": 8}))
     for pause in port.pauses.values():

@@ -138,15 +138,6 @@ async def test_a_false_entry_is_not_there_and_is_counted(redis_fleet, change):
 
 
 @pytest.mark.asyncio
-async def test_a_node_that_lacks_a_field_is_not_there(redis_fleet):
-    directory = await redis_fleet.directory(*FLEET)
-    with redis_fleet.server.client() as client:
-        client.hdel(f"{redis_fleet.namespace}:node:{MEMBER}", "seen_ms")
-    assert {instance.name for instance in await directory.instances()} == NAMES - {"p1"}
-    assert redis_fleet.counted["value node"] == 1
-
-
-@pytest.mark.asyncio
 async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_fleet, capsys):
     directory = await redis_fleet.directory(*FLEET)
     await PairingService(directory, redis_fleet.store, FakeDaemons(), **LIMITS).pair(

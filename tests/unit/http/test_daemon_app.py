@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import re
@@ -15,7 +16,8 @@ from kvbridge.api.rooms import RoomQuery
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.session.states import RoomState
-from tests.unit.http.services import FakeRooms, FakeStatus, daemon_app
+from kvbridge.http.bootstrap_app import create_bootstrap_app
+from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, daemon_app, settings
 
 OF_ROUTER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 pytestmark = pytest.mark.asyncio
@@ -301,3 +303,79 @@ async def test_every_cached_prefix_can_be_dropped(http):
     kept = await http.delete("/v1/prefixes", params={"store": "keep"})
     assert kept.json()["store"]["outcome"] == "kept"
     problem(await http.delete("/v1/prefixes", params={"store": "some"}), 400, "invalid_input")
+
+
+# ------------------------------------------------------------------------------------------- page keys and namespaces
+
+KEYS = bytes(range(32))
+TOKENS = ("plain", "tenant namespaces=acme", "router namespaces=*")
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def keyed(namespace: str | None = None, keys: bytes | None = KEYS) -> dict:
+    named = {} if namespace is None else {"namespace": namespace}
+    hashes = {} if keys is None else {"page_hashes": base64.b64encode(keys).decode()}
+    return {"prompt_tokens": 700, **named, **hashes}
+
+
+@pytest.mark.parametrize(
+    ("token", "namespace", "keys", "code"),
+    [
+        ("plain", None, KEYS, 201),
+        ("plain", "acme", KEYS, 403),
+        ("tenant", "acme", KEYS, 201),
+        ("tenant", "globex", KEYS, 403),
+        ("tenant", None, KEYS, 403),
+        ("tenant", None, None, 201),
+        ("router", "globex", KEYS, 201),
+        ("tenant namespaces=acme", "acme", KEYS, 401),
+    ],
+)
+async def test_a_token_says_which_namespaces_its_bearer_may_name(rooms, status, token, namespace, keys, code):
+    async with caller(rooms, status, tokens=TOKENS) as http:
+        response = await http.post("/v1/requests", json=keyed(namespace, keys), headers=bearer(token))
+    assert response.status_code == code, response.text
+    if code == 403:
+        assert response.json()["code"] == "namespace_forbidden"
+        assert "may name" in response.json()["detail"]
+        assert not rooms.rooms
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"page_hashes": "not base64!"}, "body.page_hashes: no base64"),
+        ({"page_hashes": "AAEC"}, "body.page_hashes: page keys have 16 bytes each, these are 3 bytes in all"),
+        (keyed(keys=bytes(16) * 65_537), "more than any prompt has keys"),
+        ({"namespace": "a b"}, "body.namespace"),
+    ],
+    ids=["not base64", "not whole", "too many", "no name"],
+)
+async def test_what_are_no_keys_and_no_names_is_refused(rooms, status, change, fault):
+    async with caller(rooms, status, max_body_bytes=1 << 22) as http:
+        answer = await http.post("/v1/requests", json=keyed() | change)
+    assert fault in problem(answer, 400, "invalid_input")["detail"]
+
+
+async def test_bootstrap_hands_on_what_its_caller_may_name():
+    class Pairing:
+        def __init__(self) -> None:
+            self.asked: list[tuple[str, bool, bool]] = []
+
+        async def pair(self, request, may_name):
+            self.asked.append((request.namespace, "acme" in may_name, "" in may_name))
+            may_name.require(request.namespace, keyed=bool(request.page_hashes))
+            raise AssertionError("only refusals are asked for here")
+
+    pairing = Pairing()
+    app = create_bootstrap_app(
+        directory=None, pairing=pairing, status=FakeStatus(BOOTSTRAP_PAGE), settings=settings(TOKENS), page=dict
+    )
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://bootstrap") as http:
+        for token in ("plain", "tenant"):
+            answer = await http.post("/v1/requests", json=keyed("globex"), headers=bearer(token))
+            assert (answer.status_code, answer.json()["code"]) == (403, "namespace_forbidden")
+    assert pairing.asked == [("globex", False, True), ("globex", True, False)]

@@ -1,12 +1,14 @@
-"""Which server is next."""
+"""Which server is next, and how the servers are."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvbridge.config.services import RouterTimeouts
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import Role
-from kvbridge.router.servers import LOST_AFTER, Server, Servers
+from kvbridge.router.servers import LOST_AFTER, Server, Servers, ServerWatch
+from kvbridge.router.upstream import OpenAiServers
 
 
 def servers(prefill: int = 2, decode: int = 2) -> Servers:
@@ -83,3 +85,17 @@ def test_a_process_of_both_roles_does_not_send_to_itself():
     other.is_ill("out")
     made.of(Role.PREFILL)[1].is_ill("out")
     assert names(made.choose_pair()) == ("", "http://a")
+
+
+@pytest.mark.asyncio
+async def test_an_address_that_nobody_can_ask_is_a_server_that_is_not_well():
+    """A node tells its engine's address. A wrong one must not end what looks after the server, unseen."""
+    made, timeouts = Servers(), RouterTimeouts()
+    made.use(Role.PREFILL, ["http://prefill:port"])
+    (server,) = made.of(Role.PREFILL)
+    upstream = OpenAiServers(timeouts)
+    try:
+        await ServerWatch(made, upstream.health, timeouts).look(server)
+    finally:
+        await upstream.close()
+    assert "InvalidURL" in server.problem
