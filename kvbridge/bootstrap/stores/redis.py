@@ -99,7 +99,8 @@ class RedisStore:
     async def of_instance(self, instance: str) -> tuple[str, tuple[NodeRecord, ...]]:
         prefix = _member((instance, ""))[:-3]  # with which its members, and no others, begin
         found = await self._run("LOOK", instance=instance, prefix=prefix)
-        return _text(found[2]), await self._records(found)
+        # Hexadecimal: what was left under our name may be no text, and has to come back as it is.
+        return found[2].hex(), await self._records(found)
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
         text, incarnation = entry.model_dump_json().encode(), entry.registration.incarnation
@@ -110,7 +111,9 @@ class RedisStore:
             "digest": _digest(text),
         }
         where = {"instance": entry.key[0], "member": _member(entry.key)}
-        return bool(await self._run("PUT", **where, version=version, drawn=secrets.token_hex(8), fields=fields))
+        return bool(
+            await self._run("PUT", **where, version=bytes.fromhex(version), drawn=secrets.token_hex(8), fields=fields)
+        )
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
         facts = {"incarnation": heartbeat.incarnation, "beat": heartbeat.model_dump_json()}

@@ -168,3 +168,11 @@ async def test_what_a_later_release_adds_to_a_record_is_ignored(redis_fleet):
     for store in (redis_fleet.store, redis_fleet.replica()):
         [found] = [record for record in await store.nodes() if record.entry.key[0] == "p1"]
         assert (found.registration, found.view().load.rooms) == (FLEET[0], 3)
+
+
+@pytest.mark.asyncio
+async def test_a_version_that_is_no_text_keeps_no_node_out(redis_fleet):
+    directory = await redis_fleet.directory()
+    with redis_fleet.server.client() as client:
+        client.set(f"{redis_fleet.namespace}:version:p1", b"\xff\xfe")
+    assert (await directory.register(FLEET[0])).epoch == 1
