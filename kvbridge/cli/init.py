@@ -43,31 +43,6 @@ Section = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyFiles:
-    """Where the keys and tokens of a cluster are."""
-
-    folder: Path
-
-    def secret(self, role: DaemonRole) -> Path:
-        """A node's CURVE secret key; its public key is beside it."""
-        return self.folder / f"{role}-0.key"
-
-    def allowed(self, role: DaemonRole) -> Path:
-        """The public keys of the other role's nodes, which a node of this role speaks with."""
-        return self.folder / f"{role}-allowed-keys"
-
-    @property
-    def node_token(self) -> Path:
-        """What bootstrap and routers show to nodes."""
-        return self.folder / "node.token"
-
-    @property
-    def bootstrap_token(self) -> Path:
-        """What nodes and routers show to bootstrap."""
-        return self.folder / "bootstrap.token"
-
-
-@dataclass(frozen=True, kw_only=True)
 class InitialCluster:
     """One bootstrap, one prefill and one decode node that are to work together."""
 
@@ -79,8 +54,10 @@ class InitialCluster:
     one_host: bool = False
     """Bytes move through shared memory only."""
     hosts: dict[DaemonRole, str] = field(default_factory=dict)
-    """Where daemons are that are not on loopback."""
-    keys: KeyFiles | None = None
+    """The addresses of daemons that are not on loopback."""
+    keys: Path | None = None
+    """The folder of keys and tokens: ROLE-0.key, its public key beside it, ROLE-allowed-keys with the public keys of the other role,
+    node.token (shown to nodes) and bootstrap.token (shown to bootstrap)."""
 
     def files(self, *, complete: bool) -> dict[str, str]:
         """Return the text of each file. `complete`: with every key, else with those that matter for a start."""
@@ -92,41 +69,37 @@ class InitialCluster:
 
     def pool_bytes(self) -> dict[DaemonRole, int]:
         """Return how large the pools of each node are."""
-        return {role: self._planned(role, self._pools(role)) for role in DaemonRole if role is not DaemonRole.BOOTSTRAP}
+        return {role: self._planned(role, self._pools(role)) for role in NODES}
 
     def _settings(self, role: DaemonRole) -> Section:
-        if role is DaemonRole.BOOTSTRAP:
-            return self._bootstrap()
-        host, keys = self._host(role), self.keys
-        url = f"http://{_in_url(self._host(DaemonRole.BOOTSTRAP))}:{PORTS[DaemonRole.BOOTSTRAP]}"
-        settings: Section = {
+        host, keys, directory = self.hosts.get(role, LOOPBACK), self.keys, DaemonRole.BOOTSTRAP
+        settings: Section = {"http": {"host": host, "port": PORTS[role]}}
+        if keys is not None:
+            settings["http"]["token_file"] = keys / ("bootstrap.token" if role is directory else "node.token")
+        if role is directory:
+            return settings | ({"daemons": {"token_file": keys / "node.token"}} if keys is not None else {})
+        settings |= {
             "instance": f"{role}-0",
             "model": self.model.model_dump(exclude_unset=True),
             "transports": {"order": ["local"] if self.one_host else ["local", "mooncake"]},
-            "http": {"host": host, "port": PORTS[role]},
-            "bootstrap": {"url": url},
+            "bootstrap": {"url": f"http://{_in_url(self.hosts.get(directory, LOOPBACK))}:{PORTS[directory]}"},
             "pools": self._pools(role),
         }
         runtime_dir = Path(f"{self.runtime}{role}")
         if fits_sockets(runtime_dir):
             settings["runtime_dir"] = runtime_dir
+        control: Section = {}
         if not is_loopback(host):
             settings["transports"]["mooncake"] = {"host": host, "ipv6": ":" in host}
-        control: Section = {}
-        if role is DaemonRole.PREFILL and not is_loopback(host):
-            control["bind"] = f"tcp://{_in_url(host)}:{CONTROL_PORT}"
+            if role is DaemonRole.PREFILL:
+                control["bind"] = f"tcp://{_in_url(host)}:{CONTROL_PORT}"
         if keys is not None:
-            control["curve"] = {"secret_key_file": keys.secret(role), "allowed_keys_file": keys.allowed(role)}
-            settings["http"]["token_file"] = keys.node_token
-            settings["bootstrap"]["token_file"] = keys.bootstrap_token
+            control["curve"] = {
+                "secret_key_file": keys / f"{role}-0.key",
+                "allowed_keys_file": keys / f"{role}-allowed-keys",
+            }
+            settings["bootstrap"]["token_file"] = keys / "bootstrap.token"
         return settings | ({"control": control} if control else {})
-
-    def _bootstrap(self) -> Section:
-        settings: Section = {"http": {"host": self._host(DaemonRole.BOOTSTRAP), "port": PORTS[DaemonRole.BOOTSTRAP]}}
-        if self.keys is not None:
-            settings["http"]["token_file"] = self.keys.bootstrap_token
-            settings["daemons"] = {"token_file": self.keys.node_token}
-        return settings
 
     def _pools(self, role: DaemonRole) -> Section:
         geometry = load_geometry(self.model)
@@ -147,9 +120,6 @@ class InitialCluster:
         kind = DecodeConfig if role is DaemonRole.DECODE else PrefillConfig
         config = kind.model_validate({"instance": f"{role}-0", "model": self.model, "pools": pools})
         return plan_memory(config, load_geometry(self.model)).total_bytes
-
-    def _host(self, role: DaemonRole) -> str:
-        return self.hosts.get(role, LOOPBACK)
 
     def _top(self, role: DaemonRole, *, complete: bool) -> str:
         what = "The bootstrap service" if role is DaemonRole.BOOTSTRAP else f"A {role} daemon"
@@ -205,7 +175,7 @@ def init(
             model=_model(model),
             one_host=one_host,
             hosts=_hosts(hosts or [], secure=secure, one_host=one_host),
-            keys=KeyFiles(folder=folder / "keys") if secure else None,
+            keys=folder / "keys" if secure else None,
         )
         files = {folder / name: text for name, text in cluster.files(complete=complete).items()}
     except BridgeError as error:
@@ -244,30 +214,26 @@ def _hosts(given: list[str], *, secure: bool, one_host: bool) -> dict[DaemonRole
     return hosts
 
 
-def _write(files: dict[Path, str], keys: KeyFiles | None) -> None:
+def _write(files: dict[Path, str], keys: Path | None) -> None:
     """Write everything, or nothing when something is there already. Raises ConflictError, ConfigError."""
-    there = [path for path in (*files, *([keys.folder] if keys else [])) if path.exists()]
+    there = [path for path in (*files, *([keys] if keys else [])) if path.exists()]
     if there:
         raise ConflictError(f"{', '.join(map(str, there))}: exists, and nothing is overwritten; name another directory")
     try:
         next(iter(files)).parent.mkdir(parents=True, exist_ok=True)
         if keys is not None:
-            _draw(keys)
+            keys.mkdir(mode=0o700)
+            for role, peer in NODES.items():
+                pair, allowed = generate_keys(), keys / f"{peer}-allowed-keys"
+                write_keys(pair, keys / f"{role}-0.key")
+                allowed.write_text(f"# {role} nodes that {peer} nodes speak with\n{pair.public} {role}-0\n")
+                allowed.chmod(0o644)
+            for name in ("node.token", "bootstrap.token"):
+                write_secret(secrets.token_urlsafe(TOKEN_BYTES), keys / name)
         for path, text in files.items():
             path.write_text(text)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written: {error.strerror}") from error
-
-
-def _draw(keys: KeyFiles) -> None:
-    keys.folder.mkdir(mode=0o700)
-    for role, peer in NODES.items():
-        pair = generate_keys()
-        write_keys(pair, keys.secret(role))
-        keys.allowed(peer).write_text(f"# {role} nodes that {peer} nodes speak with\n{pair.public} {role}-0\n")
-        keys.allowed(peer).chmod(0o644)
-    for path in (keys.node_token, keys.bootstrap_token):
-        write_secret(secrets.token_urlsafe(TOKEN_BYTES), path)
 
 
 def _tell(folder: Path, cluster: InitialCluster) -> None:
