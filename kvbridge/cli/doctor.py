@@ -27,7 +27,7 @@ from kvbridge.config.services import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.doctor.findings import Finding, Level, Needs, needs_of
-from kvbridge.doctor.reach import Credentials
+from kvbridge.doctor.reach import Asking
 from kvbridge.doctor.run import Config, Visit, examine, read_host
 
 HEADINGS = {
@@ -104,26 +104,26 @@ def _visit(options: DoctorOptions) -> Visit:
     return Visit(
         config=config,
         needs=needs,
-        credentials=_credentials(config, options.peer_key),
+        asking=_asking(config, options.peer_key),
         peers=peers,
     )
 
 
-def _credentials(config: Config, peer_key: str) -> Credentials:
+def _asking(config: Config, peer_key: str) -> Asking:
     """Read what can be read; `kvbridge keys check` says why the rest cannot."""
     try:
         own = read_token(config.http, key="http.token_file")
         if isinstance(config, BootstrapConfig):
-            return Credentials(bootstrap_token=own, daemon_token=own)
+            return Asking(bootstrap_token=own, daemon_token=own)
         link = config.bootstrap
-        return Credentials(
+        return Asking(
             bootstrap_token=read_token(link, key="bootstrap.token_file"),
             daemon_token=own,
             keys=curve_keys(config.control.curve),
             peer_key=peer_key,
         )
     except BridgeError:
-        return Credentials()
+        return Asking()
 
 
 def _json(needs: Needs, findings: list[Finding]) -> str:

@@ -64,22 +64,15 @@ class Reach(FrozenModel):
     handshakes: tuple[Handshake, ...] = ()
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """What is shown to whom."""
+@dataclass
+class Asking:
+    """Connections for the questions of one run, and the secrets that are shown."""
 
     bootstrap_token: str = ""
     daemon_token: str = ""
     keys: CurveKeys | None = None
     peer_key: str = ""
     """Public key of control sockets; empty: our own pair's and those on the list of allowed keys are tried."""
-
-
-@dataclass
-class Asking:
-    """Connections for the questions of one run."""
-
-    credentials: Credentials
     http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=ANSWER_S))
 
     def reach(self, needs: Needs, own_url: str, named: Iterable[str]) -> Reach:
@@ -123,7 +116,7 @@ class Asking:
 
     def instances(self, url: str) -> tuple[tuple[InstanceView, ...], str]:
         """Return who is in a bootstrap's directory, and why that cannot be said."""
-        response, problem = self._get(f"{url.rstrip('/')}/v1/instances", self.credentials.bootstrap_token)
+        response, problem = self._get(f"{url.rstrip('/')}/v1/instances", self.bootstrap_token)
         if response is None:
             return (), problem
         if response.status_code == 401:
@@ -137,7 +130,7 @@ class Asking:
 
     def running(self, url: str, needs: Needs) -> str:
         """Return what of this configuration's daemon answers at its own address, empty when it is not the one."""
-        response, _ = self._get(f"{url}/status", self.credentials.daemon_token)
+        response, _ = self._get(f"{url}/status", self.daemon_token)
         if response is None or not response.is_success:
             return ""
         try:
@@ -151,12 +144,13 @@ class Asking:
     def shake(self, name: str, endpoint: str, *, encrypted: bool | None) -> Handshake:
         """Enter a control socket and leave it. `encrypted`: what the directory says of it."""
         begun_s = time.monotonic()
-        keys = self.credentials.keys if encrypted is not False else None
+        keys = self.keys if encrypted is not False else None
         if encrypted and keys is None:
             problem = "wants CURVE keys, and this configuration has none"
             return Handshake(name=name, endpoint=endpoint, problem=problem)
         how, problems = "handshake encrypted" if keys else "handshake in the clear", list[str]()
-        for public in self._candidates() if keys else [""]:
+        tried = [self.peer_key] if self.peer_key or keys is None else [keys.public, *sorted(keys.allowed)][:MOST_KEYS]
+        for public in tried if keys else [""]:
             try:
                 RequestClient(endpoint, keys=keys, server_key=public, timeout_s=HANDSHAKE_S).close()
             except BridgeError as error:
@@ -165,18 +159,12 @@ class Asking:
                     break
             else:
                 return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
-        if keys and not self.credentials.peer_key and _reached(endpoint):
+        if keys and not self.peer_key and _reached(endpoint):
             how = (
                 "TCP only: none of the public keys known here is its (bootstrap hands it out with requests; --peer-key)"
             )
             return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
         return Handshake(name=name, endpoint=endpoint, problem=problems[-1])
-
-    def _candidates(self) -> list[str]:
-        keys = self.credentials.keys
-        if self.credentials.peer_key or keys is None:
-            return [self.credentials.peer_key]
-        return [keys.public, *sorted(keys.allowed)][:MOST_KEYS]
 
     def _get(self, url: str, token: str = "") -> tuple[httpx.Response | None, str]:
         headers = {"Authorization": f"Bearer {token}"} if token else {}

@@ -18,7 +18,7 @@ from kvbridge.doctor.devices import Devices
 from kvbridge.doctor.findings import Finding, Level, Needs
 from kvbridge.doctor.memory import Memory, Process
 from kvbridge.doctor.network import Network
-from kvbridge.doctor.reach import Asking, Credentials, Reach
+from kvbridge.doctor.reach import Asking, Reach
 from kvbridge.doctor.software import Software
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
@@ -77,7 +77,7 @@ class Visit:
 
     config: Config | None = None
     needs: Needs = field(default_factory=Needs)
-    credentials: Credentials = field(default_factory=Credentials)
+    asking: Asking = field(default_factory=Asking)
     peers: Sequence[str] = ()
     """As given: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket."""
 
@@ -93,9 +93,8 @@ def read_host(visit: Visit) -> Host:
         process=memory.read_process(getattr(config, "runtime_dir", None)),
         software=software.read_software(),
     )
-    asking = Asking(visit.credentials)
-    with closing(asking.http):
-        found = asking.reach(needs, _own_url(config) if config is not None else "", visit.peers)
+    with closing(visit.asking.http):
+        found = visit.asking.reach(needs, _own_url(config) if config is not None else "", visit.peers)
     return host.model_copy(update={"reach": found})
 
 

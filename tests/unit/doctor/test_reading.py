@@ -19,7 +19,7 @@ from kvbridge.config.transports import TransportSettings
 from kvbridge.doctor.findings import Needs, Port, needs_of
 from kvbridge.doctor.memory import read_memory, read_process
 from kvbridge.doctor.network import RdmaPort, read_interfaces, read_network, read_rdma
-from kvbridge.doctor.reach import Asking, Credentials
+from kvbridge.doctor.reach import Asking
 from tests.helpers.held_ports import held_ports
 
 pytestmark = pytest.mark.outside
@@ -156,7 +156,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def asking() -> Iterator[Asking]:
-    made = Asking(Credentials())
+    made = Asking()
     yield made
     made.http.close()
 
