@@ -56,7 +56,7 @@ class InitialCluster:
     hosts: dict[DaemonRole, str] = field(default_factory=dict)
     """The addresses of daemons that are not on loopback."""
     keys: Path | None = None
-    """The folder of keys and tokens: ROLE-0.key, its public key beside it, ROLE-allowed-keys with the public keys of the other role,
+    """The folder of keys and tokens: ROLE-0.key, its public key beside it, ROLE-allowed-keys with public keys of the other role,
     node.token (shown to nodes) and bootstrap.token (shown to bootstrap)."""
 
     def files(self, *, complete: bool) -> dict[str, str]:

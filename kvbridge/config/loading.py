@@ -239,6 +239,8 @@ def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[Key
             lines.append(f"{name}.kind: one of {expected}{_origin((*path, 'kind'), origins)}")
         elif found["type"] == "missing":
             lines.append(f"{name}: is required and has no default")
+        elif found["type"] == "default_factory_not_called":
+            continue  # a default that follows from other keys, of which one is wrong
         else:
             for text in found["msg"].removeprefix("Value error, ").split("\n"):
                 what = f"{name}: {text}" if name else text

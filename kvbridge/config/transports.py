@@ -45,8 +45,7 @@ class MooncakeSettings(FrozenModel):
     """
 
     host: Host = "127.0.0.1"
-    """Address of this machine that peers connect to, without a port. The library listens on every interface all the
-    same."""
+    """Address of this machine that peers connect to, without a port. The library listens on every interface all the same."""
     protocol: MooncakeProtocol = MooncakeProtocol.TCP
     device_name: Annotated[str, Field(max_length=500)] = ""
     """RDMA devices to use, comma-separated ("mlx5_0,mlx5_1"); empty lets the library choose. Not used with tcp."""
@@ -77,12 +76,10 @@ class MooncakeSettings(FrozenModel):
     None: 96 KiB over TCP, where an operation takes some 30 us whatever it moves, and 0 over RDMA. With both sides `page_first`
     windows and states then are one operation, of twice their bytes: set 0 where the network, not the processor, is slow."""
     quiet_timeout_s: Seconds = 45.0
-    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet and has
-    to be torn down, with what it moves to other peers. A frozen TCP peer needs about window_operations / 2 *
-    progress_timeout_s."""
+    """After a failure, how long to wait for the operations in flight before the transport counts as not quiet and has to be torn
+    down, with what it moves to other peers. A frozen TCP peer needs about window_operations / 2 * progress_timeout_s."""
     ipv6: bool = False
-    """Set when `host` is an IPv6 address; without it the library initialises and then fails each transfer. Whole
-    process."""
+    """Set when `host` is an IPv6 address; without it the library initialises and then fails each transfer. Whole process."""
     log_level: Annotated[str, Field(pattern="^(TRACE|INFO|WARNING|ERROR)$")] = "ERROR"
     """The library's own log, which goes to stderr. Whole process."""
 
@@ -111,9 +108,8 @@ class NixlSettings(FrozenModel):
     """NIXL over UCX. Fields marked "whole process" are read once by the library: all its transports share them."""
 
     ucx_tls: Annotated[str, Field(max_length=500)] = ""
-    """UCX transports ("tcp", "rc,cuda_copy"); empty lets UCX choose, which is shared memory access (CMA) between
-    two processes of one host and needs ptrace rights there. `cuda_copy` and `cuda_ipc` are added on a host with a GPU.
-    UCX_TLS. Whole process."""
+    """UCX transports ("tcp", "rc,cuda_copy"); empty lets UCX choose, which is shared memory access (CMA) between two processes
+    of one host and needs ptrace rights there. `cuda_copy` and `cuda_ipc` are added on a host with a GPU. UCX_TLS. Whole process."""
     ucx_net_devices: Annotated[str, Field(max_length=500)] = ""
     """Network devices to use, comma-separated ("mlx5_0:1,mlx5_1:1", "eth0", "lo"); empty means all.
     UCX_NET_DEVICES. Whole process."""
@@ -123,8 +119,7 @@ class NixlSettings(FrozenModel):
     log_level: Annotated[str, Field(pattern="^(fatal|error|warn|info|debug)$")] = "error"
     """UCX's own log, which goes to stderr. Whole process."""
     progress_delay_us: Annotated[int, Field(ge=1, le=1_000_000)] = 100
-    """Longest sleep of the library's progress thread; it is woken by traffic. At 0, the library's default, it keeps
-    a core busy."""
+    """Longest sleep of the library's progress thread; it is woken by traffic. At 0, the library's default, it keeps a core busy."""
     connect_timeout_s: Seconds = 5.0
     """Longest wait for a peer's answer when connecting."""
     check_timeout_s: Seconds = 15.0
