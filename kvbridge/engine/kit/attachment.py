@@ -68,7 +68,6 @@ class NodeAttachment:
         self._thread = threading.Thread(target=self._keep, name=f"kvbridge-{role}-attach", daemon=True)
 
     def begin(self) -> None:
-        """Begin to attach."""
         self._thread.start()
 
     def _keep(self) -> None:
@@ -169,7 +168,6 @@ class NodeAttachment:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Leave the node."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()

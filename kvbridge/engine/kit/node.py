@@ -103,7 +103,7 @@ class NodeProcess:
     """A node as a child of this process."""
 
     def __init__(self, plan: NodePlan) -> None:
-        """Write its files and start it. Raises as `write_node` does."""
+        """Raises as `write_node` does."""
         config, self._config_file, self._owned = write_node(plan)
         self.runtime_dir = config.runtime_dir
         remove_orphans(config.runtime_dir.parent, plan.place.product)
@@ -118,11 +118,6 @@ class NodeProcess:
         """Unrequested ends of children, in words."""
         self._thread = threading.Thread(target=self._keep, name=f"kvbridge-{self._role}-node", daemon=True)
         self._thread.start()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the latest child; 0 before the first."""
-        return self._process.pid if self._process is not None else 0
 
     def endpoint(self) -> DaemonEndpoint:
         """Return its name, and for prefill the control address and key that decode is told. Does not wait.

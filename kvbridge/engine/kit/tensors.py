@@ -36,7 +36,6 @@ class BlockForm(FrozenModel):
 
     @property
     def bytes(self) -> int:
-        """Bytes of one block of one layer."""
         return self.heads * self.tokens * self.content_bytes
 
 

@@ -131,7 +131,6 @@ class Reports:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
         return not (self._under_way or self._over)
 
     def start(self, step: StepMetadata) -> None:
@@ -195,7 +194,6 @@ class Reports:
         )
 
     def unfilled_blocks(self) -> set[int]:
-        """Return the blocks of failed loads."""
         blocks, self._unfilled = self._unfilled, set()
         return blocks
 
@@ -246,11 +244,9 @@ class ServedRole:
             self._worker = None
 
     def restore(self) -> None:
-        """Serve the tensors again."""
         self._worker = self._worker or self._serve()
 
     def close(self) -> None:
-        """Let go of the tensors, and leave the node."""
         with ExitStack() as stack:
             stack.callback(self.unregister)
             if self._attachment is not None:

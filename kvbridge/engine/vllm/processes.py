@@ -116,7 +116,6 @@ class Scheduler:
         )
 
     def close(self) -> None:
-        """Leave the nodes and end them."""
         self._closing.close()
 
     def arrived(self, request: Request) -> None:
@@ -194,7 +193,6 @@ class Worker:
 
     @property
     def number(self) -> int:
-        """Number of this worker in its instance."""
         return self._rank.pp * self._instance.tp_size + self._rank.tp
 
     def register(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankReport:
@@ -243,7 +241,6 @@ class Worker:
                     served.reports.start(said[served.role])
 
     def results(self) -> Results:
-        """Return the transfers that have ended."""
         found = Results()
         for served in self.roles:
             with self._guard.over("look"):

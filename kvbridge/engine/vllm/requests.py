@@ -48,7 +48,6 @@ class Instance:
 
     @property
     def ranks(self) -> int:
-        """Number of worker processes."""
         return self.tp_size * self.pp_size
 
     def place(self, role: Role) -> NodePlace:

@@ -84,7 +84,6 @@ class TransferStats:
             self._changed = True
 
     def failed(self, code: str) -> None:
-        """Count one failure."""
         self._counts["failures"][code] = self._counts["failures"].get(code, 0) + 1
         self._changed = True
 
