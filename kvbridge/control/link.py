@@ -44,23 +44,21 @@ class PeerCallbacks:
     """Called in the loop, never concurrently. None may block."""
 
     on_message: Callable[[str, PeerMessage], None]
-    """(peer incarnation, message): each message once, in the order of its sender. A BridgeError refuses the message, which is
-    counted under the error's code and not sent again."""
+    """(peer incarnation, message): each message once, in its sender's order. A BridgeError refuses the message for good."""
     on_undelivered: Callable[[str, PeerMessage, float], None] = _ignore
-    """(peer incarnation, message, age in seconds): no acknowledgement came; the message may nevertheless have arrived. The
-    conversation is over, and all of its messages that are not acknowledged are reported."""
+    """(peer incarnation, message, age in seconds): the conversation is over, and this message was not acknowledged. It may
+    nevertheless have arrived."""
     on_refused: Callable[[str, str], None] = _ignore
     """(kind, detail): a frame or a connection was refused. `kind` is one of few words, fit for a metric's label."""
     on_resent: Callable[[int], None] = _ignore
-    """How many messages were just sent again."""
+    """(count): messages were sent again."""
     on_reset: Callable[[str], None] = _ignore
-    """(peer incarnation): the conversation begins anew, and what was agreed in the former one is void. On a client: the
-    server was restarted or has forgotten us; introduce yourself again. On a server: a known client had given us up.
-    What was not acknowledged has been reported undelivered."""
+    """(peer incarnation): the conversation begins anew, and what was agreed is void. On a client: the server was restarted or has
+    forgotten us; introduce yourself again. On a server: a known client had given us up."""
     on_cut: Callable[[], None] = _ignore
     """On a client: no connection stands any more, or none could be made. `Link.cut_s` counts from here."""
     on_met: Callable[[str], object] = _ignore
-    """(peer incarnation) On a client, once, before the conversation begins: who answers there. It may close the client."""
+    """(peer incarnation) On a client, once, before the conversation begins: who answers. The call may close the client."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _LACKING = {errno.ENOPROTOOPT, errno.EINVAL, errno.ENODATA}
 
 
 class PeerProcess:
-    """The process that has made a connection. Used in one running loop; `close` it unless `when_ended` was called."""
+    """The process at the other end of a connection. Used in one running loop; `close` it unless `when_ended` was called."""
 
     def __init__(self, pid: int, pidfd: int | None) -> None:
         self.pid = pid
@@ -34,7 +34,7 @@ class PeerProcess:
 
     @classmethod
     def of_connection(cls, connection: unix.socket) -> PeerProcess:
-        """Ask the kernel who made a connection; whom it does not name is not `followed`."""
+        """Ask the kernel who made a connection. A process that the kernel does not name is not `followed`."""
         try:
             return cls(*_ask(connection))
         except OSError:  # the connection is gone: nobody has been answered on it

@@ -1,10 +1,8 @@
-"""What nodes say to each other, typed; and the types that every conversation shares.
+"""Messages between nodes, and the types that every conversation shares.
 
-There are three conversations. *Peers* (decode node <-> prefill node, here) meet, offer, send and drain. *Workers* (node <->
-its rank workers, `worker_messages`) execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. A
-closed union for each direction; what is not in the union is refused as it arrives.
-
-Page tables travel as little-endian int32 bytes, not as lists: a million-token request has 4,096 ids in each space.
+*Peers* (decode node <-> prefill node, here) meet, offer, send and drain. *Workers* (node <-> rank workers, `worker_messages`)
+execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. Each direction is a closed union, and a message
+that is not in the union is refused as it arrives. Page tables travel as int32 bytes: a million tokens have 4,096 ids in each space.
 """
 
 from __future__ import annotations
@@ -156,7 +154,7 @@ class NodeDescription(FrozenModel):
 
 
 class Hello(FrozenModel):
-    """Decode to prefill, first message and again after either side changed: who I am and where my memory is."""
+    """Decode to prefill, first and after either side has changed: who I am and where my memory is."""
 
     type: Literal["hello"] = "hello"
     node: NodeDescription
@@ -164,7 +162,7 @@ class Hello(FrozenModel):
 
 
 class Welcome(FrozenModel):
-    """Prefill to decode: accepted; these are the ranks that will write to you, and over what."""
+    """Prefill to decode: accepted; these ranks will write to you."""
 
     type: Literal["welcome"] = "welcome"
     instance: Name
@@ -175,7 +173,7 @@ class Welcome(FrozenModel):
     pp_size: Positive
     tp_size: Positive
     stage_boundaries: Annotated[tuple[Positive, ...], Field(max_length=MAX_STAGES - 1)] = ()
-    """The first layers of the instance's stages but the first; with the sizes, they say what each rank sends."""
+    """The first layer of each stage but the first; with the sizes, they tell which layers each rank sends."""
     ranks: Annotated[tuple[Rank, ...], Field(max_length=MAX_NODE_RANKS)]
     features: Features = Features()
 
@@ -189,16 +187,16 @@ class Rejected(FrozenModel):
 
 
 class Intend(RoomMessage):
-    """Decode to prefill: we will come for this room, as soon as our engine has pages for it; hold it for us until then.
+    """Decode to prefill: hold this room for us until our engine has pages for it.
 
-    Ends with our Offer, with an Abort of either side, or with the conversation.
+    An Intend ends with our Offer, with an Abort of either side, or with the conversation.
     """
 
     type: Literal["intend"] = "intend"
     prompt_tokens: Positive
     prompt_digest: PromptDigest = b""
     held: bool = False
-    """Our engine was told that the room is there: one that is not will hardly come."""
+    """Our engine was told that the room is there, so a room that is not there will hardly come."""
 
 
 class Offer(RoomMessage):
@@ -212,9 +210,9 @@ class Offer(RoomMessage):
     prefix_tokens: NonNegative = 0
     tables: Annotated[tuple[WireTable, ...], Field(max_length=len(REQUEST_SPACES))]
     digest: DigestKind = DigestKind.NONE
-    """What the writers are to compute over the pages that they fill."""
+    """The digest that writers compute over the pages that they fill."""
     traceparent: Traceparent = ""
-    """The span that what is sent is a part of, in W3C's form; empty when there is no trace."""
+    """The parent of the spans of sending, in W3C's form; empty when there is no trace."""
 
 
 class Abort(RoomMessage):
@@ -226,7 +224,7 @@ class Abort(RoomMessage):
 
 
 class Digests(RoomMessage):
-    """Prefill to decode, ahead of a writer's Done: digests of what it has sent, in as many parts as they take."""
+    """Prefill to decode, ahead of a writer's Done: digests of what the writer has sent, in parts."""
 
     type: Literal["digests"] = "digests"
     writer: Rank
@@ -236,7 +234,7 @@ class Digests(RoomMessage):
 
 
 class Done(RoomMessage):
-    """Prefill to decode: this writer has sent everything that was its to send, and it has arrived."""
+    """Prefill to decode: everything that this writer owes has arrived."""
 
     type: Literal["done"] = "done"
     writer: Rank
@@ -244,21 +242,21 @@ class Done(RoomMessage):
     phases_s: Phases
     metadata: Metadata = b""
     digest_parts: NonNegative = 0
-    """How many Digests of this writer there were."""
+    """The number of Digests that this writer has sent."""
     transport: Annotated[str, Field(max_length=200)] = ""
-    """What the writer has sent it over; several are joined by '+'."""
+    """The transports that the writer has used, joined by '+'."""
     keys_digest: KeysDigest = b""
-    """Of all page keys of the prompt that the rank's engine has computed, as that said itself. Empty: nobody asked it."""
+    """The digest of the page keys that the rank's engine stated for the prompt that it computed; empty: nobody asked the engine."""
     end_key: EndKey = b""
-    """Of that prompt, as that engine said itself; empty: it did not, or no token is behind the last whole page."""
+    """As that engine stated it; empty: not stated, or no token is behind the last whole page."""
     under_way_ago_s: Annotated[tuple[tuple[Ago, Ago], ...], Field(max_length=MAX_INTERVALS)] = ()
-    """When it was sending: from so many seconds ago until so many, at the time of this message."""
+    """When the writer was sending: pairs of (begin, end), in seconds before this message."""
 
 
 class PathLost(RoomMessage):
-    """Prefill to decode: a writer has lost a transport in the middle, and goes on over another one.
+    """Prefill to decode: a writer has lost a transport in the middle of a room, and goes on over another one.
 
-    It sends nothing of the room by that endpoint any more, but what it has sent may still arrive through it: the receiver shuts it
+    The writer sends nothing more through that endpoint, but earlier bytes may still arrive there, so the receiver shuts the endpoint
     before the room can be read.
     """
 
@@ -266,7 +264,7 @@ class PathLost(RoomMessage):
     writer: Rank
     transport: Name
     epoch: NonNegative
-    """Of the endpoint that was written to."""
+    """The epoch of the endpoint that was written to."""
 
 
 class Failed(RoomMessage):
@@ -281,14 +279,11 @@ class Failed(RoomMessage):
 
 
 class Drained(RoomMessage):
-    """Prefill to decode: this node sends nothing of the room any more, nor ever will.
-
-    `in_transit`: it has sent something whose arrival was never confirmed, so it may still arrive; the receiver has to
-    shut that way before it uses the pages again.
-    """
+    """Prefill to decode: this node sends nothing of the room any more, nor ever will."""
 
     type: Literal["drained"] = "drained"
     in_transit: bool = False
+    """Something was sent whose arrival was never confirmed: the receiver shuts that endpoint before the pages are used again."""
 
 
 class Heartbeat(FrozenModel):

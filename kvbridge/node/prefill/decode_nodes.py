@@ -111,8 +111,7 @@ class _KnownDecode:
     standby: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
 
     def reaches(self, rank: Rank, transports: tuple[str, ...]) -> None:
-        self.transports[rank] = transports
-        self.transport[rank] = "+".join(sorted(set(transports)))
+        self.transports[rank], self.transport[rank] = transports, "+".join(sorted(set(transports)))
 
     @property
     def waiting(self) -> list[Rank]:
@@ -163,7 +162,11 @@ class DecodeNodes:
         """Take what a decode node says. Raises the BridgeError for which rooms refuse it."""
         mailbox = self._mailboxes.get(peer)
         if mailbox is not None:
-            self._keep(peer, mailbox, message)
+            try:
+                self._account(mailbox, message)
+                mailbox.messages.append(message)
+            except CapacityError as error:
+                self._reject(peer, error.code, str(error))
             return
         match message:
             case Hello():
@@ -182,22 +185,15 @@ class DecodeNodes:
                 text = f"{message.type} from {peer}: a prefill daemon does not take it"
                 self.events.frame_refused("wrong_direction", text)
 
-    def _keep(self, peer: str, mailbox: _Mailbox, message: PeerMessage) -> None:
-        try:
-            self._account(mailbox, message)
-        except CapacityError as error:
-            self._reject(peer, error.code, str(error))
-        else:
-            mailbox.messages.append(message)
-
     def _refuse_unknown(self, peer: str, offer: Intend | Offer) -> None:
         """Nobody writes to memory that was never introduced, or whose owner we have given up."""
         text = f"an {offer.type} for room {offer.room} from {peer}, which has not been welcomed here"
         self.events.frame_refused("unmet", text)
         why = "this prefill node does not know you (any more): say hello first"
-        room, generation = offer.room, offer.generation
-        self.send(peer, Failed(room=room, generation=generation, code=NotReadyError.code, message=why))
-        self.send(peer, Drained(room=room, generation=generation))
+        about = {"room": offer.room, "generation": offer.generation}
+        self.send(peer, Failed(**about, code=NotReadyError.code, message=why))
+        if isinstance(offer, Offer):  # an offer may follow an intent
+            self.send(peer, Drained(**about))
 
     def _hello(self, peer: str, hello: Hello) -> None:
         """A decode node introduces itself, for the first time or after it changed."""
