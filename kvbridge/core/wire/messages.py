@@ -256,7 +256,7 @@ class Done(RoomMessage):
 class PathLost(RoomMessage):
     """Prefill to decode: a writer has lost a transport in the middle of a room, and goes on over another one.
 
-    The writer sends nothing more through that endpoint, but earlier bytes may still arrive there, so the receiver shuts the endpoint
+    The writer sends nothing more through that endpoint, but earlier bytes may still arrive, so the receiver shuts the endpoint
     before the room can be read.
     """
 
