@@ -116,7 +116,7 @@ class World(SimulatedCalls):
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
         self.prefixes = self.prefix_cache(self.book)
         self.decode_nodes = PrefillNodes(self.describe, OneLink(self), EventStream())
-        self.receiver = DecodeRooms(
+        self.decode = DecodeRooms(
             RoomParts(
                 book=self.book,
                 workers=self.ranks,
@@ -131,10 +131,10 @@ class World(SimulatedCalls):
             self.fence,
             clock=self.clock,
         )
-        self.receiver_verbs = EngineVerbs(self.receiver)
-        self.admission = own_admission(self.receiver, self.book, self)
-        self.fence.watch(self.receiver.writers)
-        self.decode_nodes.writers = self.receiver.writers
+        self.decode_verbs = EngineVerbs(self.decode)
+        self.admission = own_admission(self.decode, self.book, self)
+        self.fence.watch(self.decode.writers)
+        self.decode_nodes.writers = self.decode.writers
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
@@ -194,11 +194,9 @@ class World(SimulatedCalls):
         if not changed and not error:
             self.verified.add(owner)
         if not error:
-            self.receiver.hear(digested(order, R0, value))
+            self.decode.hear(digested(order, R0, value))
         code = "unsupported" if error else ""
-        self.receiver.hear(
-            Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error)
-        )
+        self.decode.hear(Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error))
 
     def prefill_forgets_decode(self) -> None:
         self.prefill.nodes.gone(DECODE, "silent")
@@ -222,7 +220,7 @@ class World(SimulatedCalls):
     def decode_rank_dies(self) -> None:
         """Its successor gives out endpoints of the present epoch from the start."""
         self.towards_rank.clear()
-        self.receiver.worker_gone(R0, "killed")
+        self.decode.worker_gone(R0, "killed")
         self._give_out(self.fence.epoch)
 
     def is_open(self, path: Path) -> bool:
@@ -285,7 +283,7 @@ class World(SimulatedCalls):
         if on_prefill:
             self.prefill.service.admit(request)
         else:
-            self.receiver.admit(request)
+            self.decode.admit(request)
 
     # ------------------------------------------------------------------ a room that nobody disturbs
 
@@ -356,9 +354,9 @@ class World(SimulatedCalls):
                 self.decode_engine_ends(engine, owner.room, well=True)
         for owner in sorted(self.decoding):
             self.decode_request_ends(owner.room)
-        for room in self.receiver.book:
+        for room in self.decode.book:
             if room.admitted_by:
-                self.receiver_verbs.abort(room.admitted_by, room.room, "enough")
+                self.decode_verbs.abort(room.admitted_by, room.room, "enough")
         for seconds in (130, 700, 130):
             self.clock.advance(seconds)
             self.tick()
@@ -366,7 +364,7 @@ class World(SimulatedCalls):
             self.check()
 
     def tick(self) -> None:
-        self.receiver.tick()
+        self.decode.tick()
         self.fence.tick()
         self.prefill.service.tick()
 
@@ -400,9 +398,9 @@ class World(SimulatedCalls):
         taken_for_lies = [code for code in self.events.refusals if code.startswith(("unexpected_", "foreign_"))]
         assert not taken_for_lies, "both nodes keep to the protocol, whatever crosses"
         self.events.facts.clear()
-        for rooms in (self.receiver.book, prefill.service.book):
+        for rooms in (self.decode.book, prefill.service.book):
             assert rooms.open() == [room for room in rooms if not rooms._describe_state(room).final]
-        for room in self.receiver.book:
+        for room in self.decode.book:
             self._check_commit(room)
             if self.shares and room.owner in self.engines.in_use():
                 self._check_bytes(room)

@@ -28,7 +28,7 @@ class SimulatedCalls:
     pool: EnginePool
     engines: Engines
     prefill: PrefillNode
-    receiver: DecodeRooms
+    decode: DecodeRooms
 
     def keys(self, room: PrefillRoom | DecodeRoom) -> Keys:
         return keys_of(room.owner, room.prompt_tokens) if self.shares else NO_KEYS
@@ -122,10 +122,10 @@ class SimulatedCalls:
         self.prefill.service.engine_ended(engine)
 
     def provide(self, room: int) -> None:
-        found = self.receiver.book.get(room)
+        found = self.decode.book.get(room)
         with self.pool.returned_if_refused(found.owner):
             pages, prefix_tokens = self.take_destination(found.owner, found.prompt_tokens)
-            self.receiver_verbs.provide(room, pages, prefix_tokens=prefix_tokens)
+            self.decode_verbs.provide(room, pages, prefix_tokens=prefix_tokens)
 
     def decode_engine_hears(self, event: RoomEvent) -> None:
         """What an engine with pages of its own makes of an event."""
@@ -133,7 +133,7 @@ class SimulatedCalls:
         if not self.adopted:
             return
         if event.kind == "committed":
-            room = self.receiver.book.find(*owner)
+            room = self.decode.book.find(*owner)
             self._check_commit(room)
             wrong = wrong_pages(self.memory, RANKS, table(self.pool.of[owner]), self.labels(room))
             assert not wrong, f"{owner} is handed over, and {wrong}"
@@ -149,8 +149,8 @@ class SimulatedCalls:
             self.pool.give_back(owner)
 
     def claim(self, engine: str, room: int) -> None:
-        found = self.receiver.book.get(room)
-        claimed = self.receiver_verbs.claim(engine, room, self.keys(found).data)
+        found = self.decode.book.get(room)
+        claimed = self.decode_verbs.claim(engine, room, self.keys(found).data)
         self.reused["decode"] += claimed.prefix_tokens // PAGE
         self.engines.using[engine].add(claimed.owner)
 
@@ -161,16 +161,16 @@ class SimulatedCalls:
         if mine is not None:
             using.discard(mine)
         if well:
-            self.receiver_verbs.release(engine, room)
+            self.decode_verbs.release(engine, room)
         else:
-            self.receiver_verbs.abort(engine, room, "enough")
+            self.decode_verbs.abort(engine, room, "enough")
 
     def decode_engine_dies(self, engine: str) -> None:
         self.engines.names.discard(engine)
-        self.receiver.engine_gone(engine, "killed")
+        self.decode.engine_gone(engine, "killed")
         self.check()
         self.engines.using[engine].clear()
-        self.receiver.engine_ended(engine)
+        self.decode.engine_ended(engine)
         self.engines.names.add(engine)
 
     def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:

@@ -133,7 +133,7 @@ class Side:
             elif self.name == "prefill":
                 world.prefill.verbs.rooms.calls[type(message)](E0, message)
             else:
-                world.receiver_verbs.rooms.calls[type(message)](A, message)
+                world.decode_verbs.rooms.calls[type(message)](A, message)
         except BridgeError as error:
             if "still belongs to" in str(error):
                 raise AssertionError("the engine gave blocks away that a room has") from error

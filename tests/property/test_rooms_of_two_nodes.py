@@ -72,7 +72,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, on_prefill=st.booleans())
     def cancel(self, room, on_prefill):
-        service = self.world.prefill.service if on_prefill else self.world.receiver
+        service = self.world.prefill.service if on_prefill else self.world.decode
         coroutine = service.cancel(room, "by its client")
         with pytest.raises((StopIteration, UnknownRoomError)):
             coroutine.send(None)
@@ -86,7 +86,7 @@ class RoomsMachine(RuleBasedStateMachine):
         self.world.bring(self.next_attempt(room), tokens, STAGES[: STAGES.index(stage) + 1], self.tried)
 
     def next_attempt(self, room):
-        services = (self.world.prefill.service, self.world.receiver)
+        services = (self.world.prefill.service, self.world.decode)
         return Owner(room, 1 + max(service.book.newest_generation(room) for service in services))
 
     # ------------------------------------------------------------------ prefill engines
@@ -118,7 +118,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     @rule(room=ROOMS, engine=DECODE_ENGINES, tokens=TOKENS)
     def extend(self, room, engine, tokens):
-        self.tried(self.world.receiver_verbs.extend, engine, room, tokens)
+        self.tried(self.world.decode_verbs.extend, engine, room, tokens)
 
     @rule(room=ROOMS, engine=DECODE_ENGINES, well=st.booleans())
     def decode_engine_ends(self, room, engine, well):
@@ -239,7 +239,7 @@ class RoomsMachine(RuleBasedStateMachine):
         world = self.world
         world.everybody_lets_go()
         # Whatever is not free now is waiting for a proof, and says so.
-        for book, rooms in ((world.prefill.book, world.prefill.service.book), (world.book, world.receiver.book)):
+        for book, rooms in ((world.prefill.book, world.prefill.service.book), (world.book, world.decode.book)):
             for owner in book._holdings:
                 assert book.state(owner) in {PageState.LEASED, PageState.QUARANTINED}, f"{owner} is {book.state(owner)}"
                 assert rooms.find(*owner) is not None, f"{owner} is booked and forgotten"
@@ -247,7 +247,7 @@ class RoomsMachine(RuleBasedStateMachine):
             world.settle()
             world.everybody_lets_go()
         assert [room for room in world.prefill.service.book if not room.over] == []
-        assert [room for room in world.receiver.book if not room.over] == []
+        assert [room for room in world.decode.book if not room.over] == []
         assert world.free() == (PAGES, PAGES)
         assert world.book.quarantine_reasons() == {}
         if world.adopted:
@@ -428,11 +428,11 @@ def test_a_room_that_lost_a_path_is_read_when_that_is_shut_and_not_before():
     assert world.towards_rank, "the lost path is being shut while the room is still written"
     rank_answers, world.towards_rank = world.towards_rank, deque()
     world.settle()
-    assert world.receiver.book.get(1).state is DecodeState.OFFERED
+    assert world.decode.book.get(1).state is DecodeState.OFFERED
     assert world.book.state(Owner(1, 1)) is PageState.LEASED
     world.towards_rank = rank_answers
     world.settle()
-    assert world.receiver.book.get(1).state is DecodeState.COMMITTED
+    assert world.decode.book.get(1).state is DecodeState.COMMITTED
     assert world.given_epochs == {"local": 1, "nixl": 0}
 
 
@@ -443,9 +443,9 @@ def test_a_room_that_decode_gives_up_before_the_nodes_have_met_is_given_up_on_pr
     world.prompts[owner] = 2 * PAGE
     world.hold(owner, begun=True)
     world.fetch(owner, named=named)
-    assert not world.receiver.book.get(1).over, "the handshake has hardly begun"
-    world.receiver.stop(world.receiver.book.get(1), "the request was aborted")
-    assert world.receiver.book.get(1).over
+    assert not world.decode.book.get(1).over, "the handshake has hardly begun"
+    world.decode.stop(world.decode.book.get(1), "the request was aborted")
+    assert world.decode.book.get(1).over
     world.settle()
     assert world.prefill.service.book.get(1).over
     world.everybody_lets_go()

@@ -27,8 +27,8 @@ from kvbridge.core.wire.messages import (
     to_wire,
 )
 from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent, Verified
-from kvbridge.node.decode.room import speaker_of as receiver_speaker
-from kvbridge.node.prefill.room import speaker_of as sender_speaker
+from kvbridge.node.decode.room import speaker_of as decode_speaker
+from kvbridge.node.prefill.room import speaker_of as prefill_speaker
 from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import ADDRESS, DECODE, OTHER_ADDRESS, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
@@ -77,7 +77,7 @@ HOW_THEY_COME: dict[DecodeState, tuple[str, ...]] = {
 }
 
 
-def receiver_in(state: DecodeState | None, before: str = "") -> DecodeBench:
+def decode_in(state: DecodeState | None, before: str = "") -> DecodeBench:
     """A bench whose room 1 (None: no room) is written by PREFILL (rank 0) and SECOND (rank 1), and stands in a state.
 
     `before`: what PREFILL has said in time: nothing, "done", or "done" and "drained".
@@ -127,7 +127,7 @@ DECODE_SAID: list[tuple[str, RoomMessage]] = [
 ]
 
 
-def receiver_says(bench: DecodeBench, who: str, message: RoomMessage) -> None:
+def decode_hears(bench: DecodeBench, who: str, message: RoomMessage) -> None:
     bench.hear(message, who) if who else bench.service.hear(message)
 
 
@@ -167,12 +167,12 @@ def rooms_in(states, histories_of) -> list[object]:
 @pytest.mark.parametrize(("state", "before"), rooms_in([*DecodeState, None], histories))
 def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, before):
     for who, message in DECODE_SAID:
-        bench = receiver_in(state, before)
+        bench = decode_in(state, before)
         room = bench.service.book.find(*OWNER)
-        speaker = receiver_speaker(room, who, message)
+        speaker = decode_speaker(room, who, message)
         meaning = DECODE_HEARS.meaning(state, speaker, message.type)
         looked, refused = seen(bench, OWNER), bench.events.refusals.total()
-        receiver_says(bench, who, message)
+        decode_hears(bench, who, message)
         if meaning in {None, Meaning.LATE}:
             assert seen(bench, OWNER) == looked, f"{message!r} of {speaker} has changed a room that is {state}"
             assert bench.events.refusals.total() - refused == (meaning is None)
@@ -185,7 +185,7 @@ def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, befo
 
 def test_no_word_of_a_writer_before_the_offer_counts_after_it():
     """A rank that reported before anybody knew a page has sent nothing: its bytes are waited for."""
-    bench = receiver_in(DecodeState.INTENDED)
+    bench = decode_in(DecodeState.INTENDED)
     for message in (done(), PathLost(**SAID, writer=R0, transport="mooncake", epoch=0), drained(in_transit=True)):
         bench.hear(message)
     bench.verbs.provide(1, pages_table(4, 5))
@@ -215,7 +215,7 @@ def offer() -> Offer:
     return Offer(**SAID, prompt_tokens=TOKENS, tables=to_wire(pages_table(7, 8)))
 
 
-def sender_in(state: PrefillState | None, before: str = "") -> PrefillBench:
+def prefill_in(state: PrefillState | None, before: str = "") -> PrefillBench:
     """A bench whose room 1 (None: no room) stands in a state; DECODE has intended or offered it where it could.
 
     `before`: "closed": rank 0 has let it go already; "intended": it ended before the offer came.
@@ -277,7 +277,7 @@ PREFILL_SAID: list[tuple[str, RoomMessage]] = [
 ]
 
 
-def sender_histories(state: PrefillState | None) -> list[str]:
+def prefill_histories(state: PrefillState | None) -> list[str]:
     return {
         PrefillState.ABORTING: ["", "closed"],
         PrefillState.FAILING: ["", "closed"],
@@ -286,12 +286,12 @@ def sender_histories(state: PrefillState | None) -> list[str]:
     }.get(state, [""])
 
 
-@pytest.mark.parametrize(("state", "before"), rooms_in([*PrefillState, None], sender_histories))
+@pytest.mark.parametrize(("state", "before"), rooms_in([*PrefillState, None], prefill_histories))
 def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, before):
     for who, message in PREFILL_SAID:
-        bench = sender_in(state, before)
+        bench = prefill_in(state, before)
         room = bench.service.book.find(*OWNER)
-        speaker = sender_speaker(room, who, message)
+        speaker = prefill_speaker(room, who, message)
         meaning = PREFILL_HEARS.meaning(state, speaker, message.type)
         looked, refused = seen(bench, OWNER), bench.events.refusals.total()
         bench.hear(message, who) if who else bench.service.orders.hear(message)
@@ -337,7 +337,7 @@ def engine_calls(bench: DecodeBench | PrefillBench) -> dict[str, Callable[[], ob
 
 @pytest.mark.parametrize("state", [*DecodeState, *PrefillState], ids=lambda state: f"{type(state).__name__}-{state}")
 def test_a_call_of_an_engine_that_is_refused_changes_nothing(state):
-    make = receiver_in if isinstance(state, DecodeState) else sender_in
+    make = decode_in if isinstance(state, DecodeState) else prefill_in
     for name in engine_calls(make(state)):
         bench = make(state)
         looked = seen(bench, OWNER)

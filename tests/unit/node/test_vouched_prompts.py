@@ -40,7 +40,7 @@ def attack(world: World, *, on_prefill: Keys, on_decode: Keys) -> None:
 def victim_gets(world: World) -> int:
     """How many tokens a decode node says that it holds of the victim's prompt. All that is read is right, or the world tells."""
     world.bring(VICTIM, TOKENS)
-    room = world.receiver.book.get(VICTIM.room)
+    room = world.decode.book.get(VICTIM.room)
     assert room.shown is RoomState.CLAIMED
     return room.prefix_tokens
 
@@ -50,7 +50,7 @@ def test_a_room_whose_keys_differ_in_the_middle_leaves_nothing_on_decode(world, 
     """The router wants the victim's pages to hold what another prompt computed, and ends its list as prefill's ends."""
     forged = Keys.of([*WANTED[:2], COMPUTED[2]]) if last == "the same last key" else WANTED
     attack(world, on_prefill=COMPUTED, on_decode=forged)
-    room = world.receiver.book.get(ATTACK.room)
+    room = world.decode.book.get(ATTACK.room)
     assert (room.shown, room.reason_code) == (RoomState.FAILED, "key_mismatch")
     assert "the page_hashes of both admissions differ" in room.reason
     assert world.prefixes.known(WANTED.in_namespace("")) == 0
@@ -61,14 +61,14 @@ def test_a_room_whose_keys_differ_in_the_middle_leaves_nothing_on_decode(world, 
 def test_a_room_whose_prompt_prefill_has_not_stated_leaves_nothing_on_decode(world, claimed):
     """Only decode has keys. Its engine has the victim's tokens and says so, which tells nothing of what prefill computed."""
     attack(world, on_prefill=NO_KEYS, on_decode=WANTED)
-    assert world.receiver.book.get(ATTACK.room).shown is RoomState.COMMITTED
+    assert world.decode.book.get(ATTACK.room).shown is RoomState.COMMITTED
     if claimed:
         for engine in sorted(world.engines.names):
-            world.receiver_verbs.claim(engine, ATTACK.room, WANTED.data)
+            world.decode_verbs.claim(engine, ATTACK.room, WANTED.data)
         for engine in sorted(world.engines.names):
-            world.receiver_verbs.release(engine, ATTACK.room, valid_tokens=TOKENS, page_hashes=WANTED.data)
+            world.decode_verbs.release(engine, ATTACK.room, valid_tokens=TOKENS, page_hashes=WANTED.data)
     else:
-        world.receiver.stop(world.receiver.book.get(ATTACK.room), "by its client")
+        world.decode.stop(world.decode.book.get(ATTACK.room), "by its client")
     world.check()
     assert world.prefixes.known(WANTED.in_namespace("")) == 0
     assert victim_gets(world) == 0
@@ -84,6 +84,6 @@ def test_a_prompt_that_all_writers_have_stated_is_found(world):
 def test_what_a_room_has_put_into_the_cache_goes_when_a_decode_engine_has_another_prompt(world):
     attack(world, on_prefill=COMPUTED, on_decode=COMPUTED)
     with pytest.raises(KeyMismatchError, match="page 1 "):
-        world.receiver_verbs.claim("a", ATTACK.room, WANTED.data)
+        world.decode_verbs.claim("a", ATTACK.room, WANTED.data)
     world.check()
     assert world.prefixes.known(COMPUTED.in_namespace("")) == 1, "of the first page both engines say the same"

@@ -13,7 +13,7 @@ from kvbridge.core.wire.messages import Done, Drained, Failed, Intend, Offer, Pa
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
 from kvbridge.node.prefill import early_offers as offers
-from kvbridge.node.prefill import room as sender
+from kvbridge.node.prefill import room as rank_work
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.facts import OrderBegan, OrderEnded, PhasesEnded, RoomRerouted
@@ -246,7 +246,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
 
 
 def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
-    monkeypatch.setattr(sender, "MAX_POINTS", 2)
+    monkeypatch.setattr(rank_work, "MAX_POINTS", 2)
     points = [StreamPoint(ring="ring", handle=bytes([number]) * 64, device_uuid="0" * 32) for number in range(4)]
     bench = PrefillBench()
     bench.admit()
