@@ -26,8 +26,8 @@ from kvbridge.daemon.kept_journal import (
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.pool.memory.extent import Progress
-from kvbridge.pool.memory.kept_files import KeptFiles
 from kvbridge.pool.memory.layout import Placement
+from kvbridge.pool.memory.leftovers import KeptFiles
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.host_copies import HostCopies
 from kvbridge.tier.keys import Keys

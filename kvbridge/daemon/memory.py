@@ -26,9 +26,8 @@ from kvbridge.daemon.kept_journal import KeptHeader
 from kvbridge.daemon.kept_pools import KeptPools, Restored
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement, twin_placement
-from kvbridge.pool.memory.leftovers import POOL_PREFIX
+from kvbridge.pool.memory.leftovers import POOL_PREFIX, ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY

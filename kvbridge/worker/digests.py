@@ -14,8 +14,7 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import MemoryKind, Tables
 from kvbridge.core.plan.crc32c import ChecksumArray, followed_by
-from kvbridge.core.plan.digest_sums import DigestSums
-from kvbridge.core.plan.digests import DigestPieces, digest_pieces
+from kvbridge.core.plan.digests import DigestPieces, DigestSums, digest_pieces
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Stripe, held_groups
 from kvbridge.core.wire.messages import REASON_CHARS

@@ -10,8 +10,7 @@ from kvbridge.core.errors import ProtocolError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import IndexSpace, Rank, Tables
-from kvbridge.core.plan.digest_sums import DigestSums, Mismatch
-from kvbridge.core.plan.digests import DigestKey
+from kvbridge.core.plan.digests import DigestKey, DigestSums, Mismatch
 from kvbridge.core.plan.pairing import destination_regions
 from kvbridge.core.wire.messages import Digests, Done, to_wire
 from kvbridge.core.wire.worker_messages import Digested, Verify

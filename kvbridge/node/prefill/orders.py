@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.pages import further_tables, joined_tables
 from kvbridge.core.ids import Rank, Tables
-from kvbridge.core.plan.digest_sums import DigestSums
+from kvbridge.core.plan.digests import DigestSums
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.tables import Meaning

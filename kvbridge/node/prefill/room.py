@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.geometry.tiers import CheckpointCause
 from kvbridge.core.ids import PageTable, Rank, Tables
-from kvbridge.core.plan.digest_sums import DigestSums
-from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.plan.digests import DigestKind, DigestSums
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.prefill import PREFILL_TABLE, PrefillSpeaker, PrefillState
 from kvbridge.core.session.progress import RankProgress

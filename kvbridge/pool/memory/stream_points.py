@@ -14,33 +14,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.runtime import Event
 from kvbridge.pool.memory.gpu_memory import device_by_uuid, device_uuid
 
 FEWEST_EVENTS = 64
 MOST_EVENTS = 4_096
 MOST_RINGS = 64
 """Rings that a process keeps open; the one that was asked for longest ago is closed then."""
-
-
-class Event(Protocol):
-    """An event, of this process or of another: `runtime.Event`."""
-
-    def record(self, stream: int) -> None:
-        """Mark the present end of a stream."""
-
-    def reached(self) -> bool:
-        """Return whether everything before the last record is done; never waits."""
-
-    def export(self) -> bytes:
-        """Return the handle (64 bytes) for other processes."""
-
-    def close(self) -> None:
-        """Let it go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +52,7 @@ class EventRing:
     @classmethod
     def on(cls, device: int) -> Self:
         """A ring on a CUDA device of this process."""
-        return cls(device_uuid(device), lambda: runtime.Event.create(device, interprocess=True))
+        return cls(device_uuid(device), lambda: Event.create(device, interprocess=True))
 
     def record(self, stream: int) -> StreamPoint:
         """Mark the present end of a stream (its handle) and name that point."""
@@ -148,4 +132,4 @@ class StreamPoints:
 
 
 def _open_event(point: StreamPoint) -> Event:
-    return runtime.Event.open(device_by_uuid(point.device_uuid), point.handle)
+    return Event.open(device_by_uuid(point.device_uuid), point.handle)

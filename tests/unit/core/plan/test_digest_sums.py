@@ -6,8 +6,7 @@ import pytest
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.digest_sums import DigestSums
-from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, PageDigests
+from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, DigestSums, PageDigests
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Digests
 from tests.helpers.geometries import flash, gqa

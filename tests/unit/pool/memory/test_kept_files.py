@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.errors import RegistrationError
-from kvbridge.pool.memory import kept_files
-from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files
-from kvbridge.pool.memory.leftovers import Verdict, sweep
+from kvbridge.pool.memory import leftovers
+from kvbridge.pool.memory.leftovers import ForeignFilesError, KeptFiles, Verdict, discard_files, sweep
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 
 PREFIX = "kvbridge-0123456789ab-keep"
@@ -53,7 +52,7 @@ def another_user(monkeypatch):
     mine = os.geteuid()
 
     def become() -> None:
-        monkeypatch.setattr(kept_files.os, "geteuid", lambda: mine + 1)
+        monkeypatch.setattr(leftovers.os, "geteuid", lambda: mine + 1)
 
     return become
 
