@@ -236,7 +236,6 @@ class FakeNodes:
         instance: str = "prefill",
         tp_size: int = 1,
         stage_boundaries: tuple[int, ...] = (),
-        features: tuple[str, ...] = FEATURES.has,
     ) -> None:
         self.answers[address] = KnownNode(
             peer,
@@ -246,7 +245,6 @@ class FakeNodes:
             tp_size=tp_size,
             stage_boundaries=stage_boundaries,
             ranks=ranks,
-            features=features,
         )
 
     def known_node(self, address: PeerAddress) -> KnownNode | None:

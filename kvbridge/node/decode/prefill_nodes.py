@@ -18,7 +18,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import identity_conflict
-from kvbridge.core.wire.features import FEATURES, Features, agree
+from kvbridge.core.wire.features import FEATURES, agree
 from kvbridge.core.wire.messages import (
     MAX_PACKED_NODE_BYTES,
     Digests,
@@ -59,8 +59,6 @@ class KnownNode:
     """The first layers of the instance's stages but the first."""
     ranks: tuple[Rank, ...]
     """Those of the instance's ranks that live there."""
-    features: tuple[str, ...] = ()
-    """Those that were agreed."""
 
     @property
     def name(self) -> str:
@@ -123,8 +121,6 @@ class PrefillNodes:
     describe: Callable[[], NodeDescription]
     links: Links
     events: EventStream
-    features: Features = FEATURES
-    """What we have, and require of prefill nodes."""
     writers: Writers = field(init=False)
     """Hears of nodes that have answered or are gone, and of what they say about rooms; set before anybody is asked for."""
     _unmet: deque[_KnownPrefill] = field(init=False, default_factory=deque)
@@ -228,7 +224,7 @@ class PrefillNodes:
         if known.node is not None and known.node.peer != message.incarnation:
             self._lose(known, f"another incarnation answers at {address.endpoint}")
         facts = message.model_dump(exclude={"type", "incarnation", "model_identity", "ranks", "features"})
-        known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks, features=known.features)
+        known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks)
         self._by_peer.setdefault(message.incarnation, known)
         self.events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
         self.writers.nodes_changed()
@@ -237,7 +233,7 @@ class PrefillNodes:
         """Raise when a node does not fit, or cannot be who it says. One node may well have two addresses, with one key."""
         address = known.address
         us, them = "this decode node", f"the prefill node {message.instance}/{message.node} at {address.endpoint}"
-        known.features = agree(self.features, message.features, us=us, them=them)
+        known.features = agree(FEATURES, message.features, us=us, them=them)
         if conflict := identity_conflict(message.model_identity, self.describe().model_identity):
             raise FingerprintMismatchError(f"{them}: {conflict}")
         doubt = f"the prefill node at {address.endpoint} is not believed: "
@@ -326,7 +322,7 @@ class PrefillNodes:
             self._say_hello(address)
 
     def _say_hello(self, address: PeerAddress) -> None:
-        self.links.send(address, Hello(node=self.describe(), features=self.features))
+        self.links.send(address, Hello(node=self.describe(), features=FEATURES))
 
     def peers(self) -> tuple[PrefillNodeStatus, ...]:
         """For `/status`."""

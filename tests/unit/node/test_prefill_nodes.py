@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.core.wire.features import FEATURES, Features
+from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Heartbeat, Hello, Rejected
 from kvbridge.node.decode import prefill_nodes
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
@@ -21,14 +21,14 @@ ONE, TWO = ModelIdentity(name="m", revision="1"), ModelIdentity(name="m", revisi
 
 
 class DecodeSide:
-    def __init__(self, features: Features = FEATURES, **about) -> None:
+    def __init__(self, **about) -> None:
         self.events = RecordedEvents()
         self.opened: list[object] = []
         self.closed: list[object] = []
         self.messages: list[tuple[object, object]] = []
         self.gone: list[str] = []
         self.found_at_change: list[object] = []
-        self.nodes = PrefillNodes(partial(describe_decode, **about), self, self.events, features)
+        self.nodes = PrefillNodes(partial(describe_decode, **about), self, self.events)
         self.nodes.writers = self
 
     def names_of(self, key: str) -> frozenset[str]:
@@ -172,8 +172,9 @@ DIGESTS = Features(has=("digests",), requires=("digests",))
         (Features(has=("digests",), requires=("later",)), ("upgrade this decode node",)),
     ],
 )
-def test_a_prefill_node_of_a_release_that_does_not_fit_is_refused_by_name(theirs, words):
-    side = DecodeSide(DIGESTS)
+def test_a_prefill_node_of_a_release_that_does_not_fit_is_refused_by_name(theirs, words, monkeypatch):
+    monkeypatch.setattr(prefill_nodes, "FEATURES", DIGESTS)
+    side = DecodeSide()
     assert side.nodes.known_node(ADDRESS) is None
     assert pick(side.messages, Hello, ADDRESS)[0].features.requires == ("digests",)
     side.welcome(features=theirs)
