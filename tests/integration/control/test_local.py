@@ -90,10 +90,9 @@ def closed(room):
     return RoomClosed(room=room, generation=1, rank=R0, quiet=True)
 
 
-async def rooms(client, count):
-    """What a client is told, while the loop sends what the kernel did not take."""
-    for _ in range(count):
-        yield (await asyncio.to_thread(client.receive, WAIT_S)).room
+async def told(client, count):
+    """Messages of a client, while the loop sends what the kernel did not take."""
+    return [await asyncio.to_thread(client.receive, WAIT_S) for _ in range(count)]
 
 
 async def test_both_ends_talk_in_order(node):
@@ -107,7 +106,7 @@ async def test_both_ends_talk_in_order(node):
     assert [message for _, message in node.events] == [closed(room) for room in range(500)]
     for room in range(500):
         node.server.send(name, CloseRoom(room=room, generation=1))
-    assert [room async for room in rooms(client, 500)] == list(range(500))
+    assert [message.room for message in await told(client, 500)] == list(range(500))
     assert client.receive(0) is None
     assert client.receive(0.001) is None
     assert client.daemon == "node"
@@ -186,17 +185,17 @@ async def test_neither_end_waits_for_one_that_does_not_read(node):
     """What is sent waits in bounded memory, whole; what is too much is refused whole, and the rest arrives."""
     client, name = await node.joined()
     much = WorkerFailed(rank=R0, code="c", message="x" * 4_000)
-    told = sent_until(NotReadyError, lambda _: client.send(much, 0.0))
+    sent = sent_until(NotReadyError, lambda _: client.send(much, 0.0))
     node.events.clear()
     await asyncio.to_thread(client.send, Heartbeat(), WAIT_S)
     while node.events[-1:] != [(name, Heartbeat())]:
         assert client.receive(0) is None
         await asyncio.sleep(0)
-    assert node.events == [(name, much)] * told + [(name, Heartbeat())]
+    assert node.events == [(name, much)] * sent + [(name, Heartbeat())]
 
     big = (bytes(1 << 20), bytes(1 << 20))
-    told = sent_until(CapacityError, lambda number: node.server.send(name, ConnectPeer(peer=str(number), ranks=big)))
-    assert [(await asyncio.to_thread(client.receive, WAIT_S)).peer for _ in range(told)] == list(map(str, range(told)))
+    sent = sent_until(CapacityError, lambda number: node.server.send(name, ConnectPeer(peer=str(number), ranks=big)))
+    assert [message.peer for message in await told(client, sent)] == list(map(str, range(sent)))
 
 
 def raw(path):
