@@ -1,6 +1,6 @@
 """Who is evicted from the index of cached prefixes, and in which order, against a naive model: a dictionary of paths.
 
-Checkpoints, twins and pages of several spaces are in the model of `test_twins`.
+Checkpoints, twins and pages of several spaces are in the model of `test_host_copies`.
 """
 
 from __future__ import annotations

@@ -135,13 +135,13 @@ def copy_page_bytes(geometry: ModelGeometry, component: Component, lanes: int) -
 
 
 def copy_pieces(
-    geometry: ModelGeometry, component: Component, device_lanes: tuple[int, int], twin_lanes: tuple[int, int]
+    geometry: ModelGeometry, component: Component, device_lanes: tuple[int, int], copy_lanes: tuple[int, int]
 ) -> tuple[Piece, ...]:
     """Return the pieces of a device page that its host copy keeps, where the two hold these lanes [start, stop).
 
     Only the device's lanes are named: other ranks hold the others. Raises InvalidInputError when the copy does not hold them.
     """
-    (start, stop), (first, last) = device_lanes, twin_lanes
+    (start, stop), (first, last) = device_lanes, copy_lanes
     if not first <= start < stop <= last:
         raise InvalidInputError(
             f"{component.kind}: a host copy that holds the lanes [{first}, {last}) cannot keep a device page of [{start}, {stop})"
@@ -153,10 +153,10 @@ def copy_pieces(
         return (Piece(0, (start - first) * component.lane_block_bytes, length),)
     lane_bytes, pieces = sum(length for _, length in kept), []
     for lane in range(start, stop):
-        twin_offset = (lane - first) * lane_bytes
+        copy_offset = (lane - first) * lane_bytes
         for offset, length in kept:
-            pieces.append(Piece((lane - start) * component.lane_block_bytes + offset, twin_offset, length))
-            twin_offset += length
+            pieces.append(Piece((lane - start) * component.lane_block_bytes + offset, copy_offset, length))
+            copy_offset += length
     return tuple(pieces)
 
 

@@ -109,7 +109,7 @@ class FileStore:
         return Answer((worst,), detail=answer.detail, cleared=cleared)
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Files are read into any memory."""
+        """Do nothing: files are read into any memory."""
 
     def close(self) -> None:
         """Close the directory. Harmless when closed."""

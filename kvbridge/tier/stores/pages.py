@@ -60,9 +60,11 @@ class PageStore:
         self._digests = ThreadPoolExecutor(calls, thread_name_prefix="store digests")
         self._free: queue.SimpleQueue[Trailers] = queue.SimpleQueue()
         """Memory for the trailers of one request each."""
-        slots = [_trailer_memory() for _ in range(calls)]
-        for slot in slots:
-            self._free.put(slot)
+        slots = []
+        for _ in range(calls):
+            memory = np.frombuffer(mmap.mmap(-1, BATCH_LIMIT * TRAILER_BYTES), dtype=np.uint8)
+            slots.append(memory.reshape(BATCH_LIMIT, -1))
+            self._free.put(slots[-1])
         extents = registered_extents(region for regions in forms for region in regions)
         store.use_memory(
             [(slot.ctypes.data, slot.nbytes) for slot in slots]
@@ -101,19 +103,20 @@ class PageStore:
                 at for at, outcome in enumerate(answer.outcomes, first) if outcome is Outcome.HIT and answer.settled
             ]
             request.begin(request.compare, hits)
-            return answer if answer.settled else _without_hits(answer)
+            if answer.settled:
+                return answer
+            late = (Outcome.TIMED_OUT if outcome is Outcome.HIT else outcome for outcome in answer.outcomes)
+            return Answer(tuple(late), settled=False, detail=answer.detail)
 
         return self._in_batches(form, keys, pages, until_s, read)
 
     def has(self, form: int, keys: Keys, until_s: float) -> Answer:
-        """`present` or `absent`, which may be otherwise a moment later."""
-        names = self._names(form, keys)
-        return self._store.present(names, until_s) if monotonic() < until_s else _late(len(keys))
+        """Answer `present` or `absent`, which may be otherwise a moment later."""
+        return self._by_name(self._store.present, form, keys, until_s)
 
     def drop(self, form: int, keys: Keys, until_s: float) -> Answer:
-        """`dropped`."""
-        names = self._names(form, keys)
-        return self._store.remove(names, until_s) if monotonic() < until_s else _late(len(keys))
+        """Answer `dropped`."""
+        return self._by_name(self._store.remove, form, keys, until_s)
 
     def clear(self, form: int, until_s: float) -> Answer:
         """Remove all objects of a form, whoever has put them there."""
@@ -124,9 +127,10 @@ class PageStore:
         self._digests.shutdown(wait=False)
         self._store.close()
 
-    def _names(self, number: int, keys: Keys) -> list[str]:
+    def _by_name(self, ask: Callable[[list[str], float], Answer], number: int, keys: Keys, until_s: float) -> Answer:
         form = check_request(self.forms, number, keys)
-        return [object_name(form, key) for key in keys.to_list()]
+        names = [object_name(form, key) for key in keys.to_list()]
+        return ask(names, until_s) if monotonic() < until_s else _late(len(keys))
 
     def _in_batches(self, number: int, keys: Keys, pages: PageIds, until_s: float, move: _Move) -> Answer:
         """Move the objects of a request, a batch after the other until the deadline, or until one is not settled."""
@@ -200,18 +204,9 @@ class _Request:
         return checksum(self._addresses[index].tolist(), self._form.lengths)
 
 
-def _trailer_memory() -> Trailers:
-    return np.frombuffer(mmap.mmap(-1, BATCH_LIMIT * TRAILER_BYTES), dtype=np.uint8).reshape(BATCH_LIMIT, -1)
-
-
 _Move = Callable[[_Request, list[StoredObject], int], Answer]
 """Moves some objects of a request; its last argument is the position of the first one."""
 
 
 def _late(count: int) -> Answer:
     return Answer.of_all(Outcome.TIMED_OUT, count, detail=LATE)
-
-
-def _without_hits(read: Answer) -> Answer:
-    outcomes = tuple(Outcome.TIMED_OUT if outcome is Outcome.HIT else outcome for outcome in read.outcomes)
-    return Answer(outcomes, settled=False, detail=read.detail)

@@ -1,4 +1,4 @@
-"""Prefixes that stay, one situation at a time; tests/property/test_twins.py has them in every order."""
+"""Prefixes that stay, one situation at a time; tests/property/test_host_copies.py has them in every order."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def of_one(wanted):
     return of_a_rule
 
 
-class TwinMachine(RuleBasedStateMachine):
+class CopyMachine(RuleBasedStateMachine):
     @initialize(home=st.booleans(), restores=st.booleans())
     def begin(self, home, restores):
         self.spaces = (FULL, HOST) if home else (FULL,)
@@ -135,7 +135,7 @@ class TwinMachine(RuleBasedStateMachine):
         self.holds: dict[tuple[IndexSpace, int], str] = {}
         """What pages hold."""
         self.journal: dict[tuple[IndexSpace, int], str] = {}
-        """What a watcher believes that twins hold."""
+        """What a watcher believes that host copies hold."""
         self.number = 0
 
     # ------------------------------------------------------------------ watcher of the book
@@ -321,8 +321,8 @@ class TwinMachine(RuleBasedStateMachine):
         assert got.prefix[FULL].tolist() == [entry.pages[FULL] for entry in path[: reads.device]]
         for space in self.homes:
             assert got.prefix[space].tolist() == [entry.pages[space] for entry in path]
-        twins = got.copies.get(FULL_COPY, array([])).tolist()
-        assert twins == [entry.pages[FULL_COPY] for entry in path[reads.device :]]
+        copies_there = got.copies.get(FULL_COPY, array([])).tolist()
+        assert copies_there == [entry.pages[FULL_COPY] for entry in path[reads.device :]]
         ends = {where: one.checkpoints[where] for one, where in reads.checkpoints}
         assert (got.checkpoint.tolist(), got.checkpoint_copy.tolist()) == (ends.get(SWA, []), ends.get(SWA_COPY, []))
         assert len(got.checkpoint_own) == to_load
@@ -736,5 +736,5 @@ class TwinMachine(RuleBasedStateMachine):
         assert getattr(self, "journal", {}) == expected
 
 
-TestTwins = TwinMachine.TestCase
-TestTwins.settings = fewer(2, stateful_step_count=50)
+TestHostCopies = CopyMachine.TestCase
+TestHostCopies.settings = fewer(2, stateful_step_count=50)
