@@ -1,6 +1,6 @@
 """The journal of kept pools: an entry of 64 bytes for each host copy, at the place of its page, that says what the page holds.
 
-An entry is written once the digest of its page is known, and wiped before the page is used again. So the journal that the end of a
+An entry is written once the digest of its page is known, and wiped before the page is used again. The journal that the end of a
 process leaves, at any moment, is right. Each entry has a checksum: a damaged entry is left out, and with it the later pages of the
 prompt. Should an entry not have been wiped, the page's digest tells.
 """
@@ -84,7 +84,7 @@ class Held(NamedTuple):
     home: int = NO_PAGE
     """NO_PAGE where there is no home."""
     digests: tuple[int, ...] = ()
-    """Of each host copy, together with its home."""
+    """One for each host copy, together with its home."""
 
     @property
     def sets(self) -> tuple[tuple[Place, ...], ...]:

@@ -90,7 +90,7 @@ class HostCopies:
         self._book, self.index, self._host, self._clock, self._end = book, index, host, clock, end
         self._page_counts = {space: sum(states.values()) for space, states in book.counts().items()}
         self._is_copied = np.zeros(index.capacity, dtype=np.bool_)
-        """Which records a backup that is under way copies."""
+        """True for records that a backup under way copies."""
         self.backups: dict[Owner, Backup] = {}
         """The backups that are under way."""
         self._pinned: set[PinnedCopies] = set()

@@ -1,7 +1,7 @@
 """The prefixes of a node: a record for each cached page, found by its key.
 
 - A record is on the device, on the host as its *host copy*, or both; each `Residence` has its own pages, readers and checkpoints.
-  Of a path the first records are on the device and the others on the host only.
+  The first records of a path are on the device, the others on the host only.
 - Pages of a space that has no host copies (the host pool) are the record's as such, wherever else it is: its *home*.
 - Only records that nobody pins are evicted, leaf by leaf, so no page is ever without its parent. The longest unused go first; among
   the old ones, neighbours go together (`victims.py`). A record that is nowhere any more is gone.

@@ -1,7 +1,7 @@
 """The prefixes that stay on one node: the index of prefixes and the page book, changed together.
 
 The book knows that a page is cached, the index knows the page's prefix and the number of its readers, and the cache knows which
-owners these are. So each can be counted again from the others: the index's pages are the book's cached ones, and its pins are the
+owners these are. Each can be counted again from the others: the index's pages are the book's cached ones, and its pins are the
 owners' paths.
 """
 
@@ -326,7 +326,7 @@ class PrefixCache:
         return self._dropped(why, lambda: self.index.drop(which))
 
     def lose_device(self) -> Dropped:
-        """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
+        """Forget what is on the device, whose memory is gone. Pages that are on the host as well stay there."""
         why = Evicted.MEMORY_LOST
         return self.drop(why) if self.copies is None else self._dropped(why, self.index.lose_device)
 

@@ -370,7 +370,7 @@ class Inserted:
     new: RecordArray
     """The last of them, which are new there."""
     pages: Pages
-    """The given pages that are the index's now. Of the others the index had the first arrival, and they stay the caller's."""
+    """The given pages that are the index's now. The index had a first arrival of the others, which stay the caller's."""
     left_out: int
     """Number of the last keys that were left out, since a page elsewhere has the first of these keys."""
 

@@ -1,1 +1,1 @@
-"""What a model keeps for each request: components, encodings, presets, page counts, manifests."""
+"""The memory of a model for each request: components, encodings, presets, page counts, manifests."""

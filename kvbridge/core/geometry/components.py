@@ -77,7 +77,7 @@ class Component(FrozenModel):
 
     A page of a rank that holds `n` of the component's `lanes` is `n` lane blocks one after another (a lane is a KV head
     of a head-sharded component; replicated components have one lane). A lane block is, for each entry `b` of
-    `row_parts_bytes`, `slots_per_page` rows of `b` bytes. So a DeepSeek-V4 row (576, 8) is stored as all values and
+    `row_parts_bytes`, `slots_per_page` rows of `b` bytes. A DeepSeek-V4 row (576, 8) is stored as all values and
     then all scales. After the last lane block the page is padded to a multiple of `page_alignment_bytes`.
     """
 

@@ -2,7 +2,7 @@
 
 Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more: logical page `j`
 lives in entry `(j - first) % n` of the `n` reserved ones, where `first` is the first logical page that was live at the end of the
-prompt. So a page whose rows have slid out is used again for a later page.
+prompt. A page whose rows have slid out is used again for a later page.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Which page belongs to whom: states, allocators, the page book."""
+"""The owners of pages: states, allocators, the page book."""

@@ -174,7 +174,7 @@ def _apart(objects: Sequence[StoredObject]) -> tuple[list[str], list[list[int]],
 
 
 def _ask(meanings: dict[int, Outcome], count: int, call: Callable[[], list[int]]) -> Answer:
-    """Call the library and say what its codes mean. What they do not say is not settled."""
+    """Call the library and say what its codes mean. Codes without a meaning are not settled."""
     begun_s = monotonic()
     try:
         codes = call()

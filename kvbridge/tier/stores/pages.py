@@ -1,8 +1,8 @@
 """Pages of a pool into a store and back, compared before anybody uses them.
 
 A store is believed only where it says no. A `hit` of `PageStore` means that every byte of the page has been compared with a digest
-that was made where the page was computed. To read a page out of memory takes about as long as to compute its digest. So other
-threads compare the pages of a batch while the next batch is read, and make the digests of the batch that is written next.
+that was made where the page was computed. To read a page out of memory takes about as long as to compute its digest. Other
+threads therefore compare the pages of a batch while the next batch is read, and make the digests of the batch that is written next.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The process that uses a store for its node: `python -m kvbridge.tier.stores.process`. Only `client` starts it.
 
-A store's calls may take a minute and more, and go on moving bytes after their caller has given up. So they happen here: the end of
+A store's calls may take a minute and more, and go on moving bytes after their caller has given up. They happen here: the end of
 this process is the proof that none of its pages is read or written any more.
 """
 
