@@ -1,8 +1,8 @@
 """Records of cached pages: a flat map from keys, in which a page is never without the page before it.
 
-A key names all tokens up to a page's end. No record is ever without its *parent*, the record of the page before. The known pages
-of a prompt are therefore a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join. Such a
-run is a *path*: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
+A key names all tokens up to a page's end. No record is ever without its *parent*, the record of the page before. The known pages of
+a prompt are therefore a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join.
+Such a run is a *path*: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Pages that are free side by side are given out as one run, and runs move in long operations. A pool that evicts strictly by age
 crumbles: pages that came together go together only until some of them are used again, and pages of another age fill the holes, for
-ever. Age therefore only says which pages may go: the oldest fifth. In that fifth a hand goes over memory, again and again, and takes the
-pages that it meets. This costs hardly a hit: some pages go earlier than their age asks, and others stay longer.
+ever. Age therefore only says which pages may go: the oldest fifth. In that fifth a hand goes over memory, again and again, and
+takes the pages that it meets. This costs hardly a hit: some pages go earlier than their age asks, and others stay longer.
 """
 
 from __future__ import annotations

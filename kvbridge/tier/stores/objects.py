@@ -1,8 +1,8 @@
 """The form of an object in a store: one page, all components and layers; where its parts lie, and the trailer that proves it.
 
 An object is its parts, each the page of one layer of one component, without anything between them, in the order of components'
-names and layers, and then a trailer. The parts thus lie in files as they lie in memory, page by page of the operating system's: with
-64 bytes before them, copies took a fifth longer. The trailer, all numbers little-endian:
+names and layers, and then a trailer. The parts thus lie in files as they lie in memory, page by page of the operating system's:
+with 64 bytes before them, copies took a fifth longer. The trailer, all numbers little-endian:
 
 | bytes | what |
 |---|---|
