@@ -52,7 +52,7 @@ Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(m
 class NodeHeartbeat(FrozenModel):
     """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again.
 
-    What a later release adds to it is ignored.
+    Fields that a later release adds are ignored.
     """
 
     model_config = GROWS
@@ -65,7 +65,7 @@ class NodeHeartbeat(FrozenModel):
 
 
 class NodeRegistration(NodeHeartbeat):
-    """One daemon's entry in the directory, and its first heartbeat. What a later release adds to it is ignored."""
+    """One daemon's entry in the directory, and its first heartbeat. Fields that a later release adds are ignored."""
 
     instance: Name
     node: Name
@@ -90,7 +90,7 @@ class NodeRegistration(NodeHeartbeat):
     """The components that live in the node's host pool, so that their pages are counted there."""
     ready: bool = True
     features: Features = Features()
-    """What the node has, and requires of bootstrap, for their conversation."""
+    """Features that the node has, and requires of bootstrap."""
 
     @property
     def heartbeat(self) -> NodeHeartbeat:
@@ -124,7 +124,7 @@ class Registered(NodeView):
     """The answer to a registration."""
 
     features: Features = Features()
-    """What this bootstrap has, and requires of nodes, for their conversation."""
+    """Features that this bootstrap has, and requires of nodes."""
 
 
 class InstanceView(FrozenModel):
@@ -163,7 +163,7 @@ class TicketEnd(FrozenModel):
     instance: Name
     http_urls: tuple[HttpUrl, ...]
     engine_urls: tuple[HttpUrl, ...] = ()
-    """Of the engines, as far as their nodes have told them."""
+    """Addresses of the engines, as far as their nodes have told them."""
 
 
 class Ticket(FrozenModel):
@@ -186,7 +186,7 @@ class Ticket(FrozenModel):
 
 
 class EndReport(FrozenModel):
-    """What one daemon says of a room, or why it could not be asked."""
+    """One daemon's report of a room, or why it could not be asked."""
 
     url: str
     report: RoomReport | None = None

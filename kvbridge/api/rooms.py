@@ -1,4 +1,4 @@
-"""What a daemon is asked about rooms, and what it answers. Field names are the JSON names of the API."""
+"""Documents of a daemon's API about rooms. Field names are the JSON names."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RoomRequest(FrozenModel):
     """The keys of all whole pages of the prompt, 16 bytes each, in base64: what may be shared with other requests. Empty: nothing.
     A node whose `tier` is off does without them, and bootstrap does not send them to such a node."""
     namespace: Namespace = ""
-    """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
+    """Requests of one namespace share: it enters the keys, and the token of the request must be allowed to name it."""
     retention: Retention | None = None
     """How much its cached pages matter and for how long, for an agent between two calls of its tools. Null: as any others. Without
     effect where nothing is cached, and when its namespace, or all together, have as many as they may (`tier.retained_share`)."""
@@ -103,9 +103,9 @@ class RoomReport(FrozenModel):
     computed_tokens: NonNegative = 0
     """Prefill: how much of the prompt prefill held already, where its engine starts to compute."""
     host_tokens: NonNegative = 0
-    """Of what this node held, the last so many tokens were in its host memory alone and come back from there."""
+    """How many of the last tokens that this node held were in its host memory alone and come back from there."""
     namespace: str = ""
-    """Who shares its prefix, as the request named it."""
+    """As the request named it: requests of one namespace share prefixes."""
     reason_code: str = ""
     reason: str = ""
     """Why it failed or was aborted; the first cause."""
@@ -114,13 +114,13 @@ class RoomReport(FrozenModel):
     quarantine: str = ""
     """Why nobody may use these pages yet, though the room is over or being stopped; empty when that is not so."""
     amounts: Amounts = Field(default_factory=dict)
-    """What was sent, or has arrived, of each component."""
+    """Rows and bytes that were sent, or have arrived, by component."""
     phases_s: dict[str, float] = Field(default_factory=dict)
     """How long each step took, in seconds."""
     age_s: float = 0.0
     """Seconds since it was admitted."""
     waits_for: str = ""
-    """What has to happen next, in words; empty when nothing is waited for."""
+    """The event that the room waits for, in words; empty when it waits for nothing."""
     expires_in_s: float | None = None
     """Seconds until the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
     limit: str = ""
@@ -141,23 +141,23 @@ class RoomQuery(FrozenModel, defer_build=False):
 
 
 class DroppedObjects(FrozenModel):
-    """What has become of the objects of this node's model in the store below host memory, whoever has put them there."""
+    """Outcome for the objects of this node's model in the store below host memory, whichever node put them there."""
 
     outcome: Literal["dropped", "kept", "failed"]
     """`kept`: so it was asked. `failed`: some may still be there, and would be found; ask again."""
     objects: NonNegative = 0
-    """That have been dropped: pages, and parts of checkpoints."""
+    """Dropped ones: pages, and parts of checkpoints."""
     reason: str = ""
-    """Of the failure."""
+    """Why it failed."""
 
 
 class DroppedPrefixes(FrozenModel):
-    """What a daemon has forgotten. A page is one in each space that grows with the tokens."""
+    """Answer of a daemon that has dropped its prefixes. A page is one in each space that grows with the tokens."""
 
     dropped_pages: NonNegative
     """Pages of prompts and answers that no request finds any more."""
     read_pages: NonNegative
-    """Of these, those that rooms under way still read; they are free when the last of those has ended."""
+    """Those of these pages that rooms under way still read; they are free when the last of the rooms has ended."""
     store: DroppedObjects | None = None
     """None: the node has no store below host memory."""
 
@@ -184,7 +184,7 @@ class TimelineEntry(FrozenModel):
 
 
 class RoomTimeline(FrozenModel):
-    """What happened to one attempt at a room on one node, the first in front."""
+    """Events of one attempt at a room on one node, in their order."""
 
     room: RoomId
     generation: Positive

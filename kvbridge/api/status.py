@@ -1,4 +1,4 @@
-"""What operators ask of any daemon. Field names are the JSON names of the API."""
+"""Documents for the operators of any daemon. Field names are the JSON names."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class FenceStatus(FrozenModel):
 
 
 class ClientStatus(FrozenModel):
-    """What one client has at a node; caps of 0 are none."""
+    """One client's rooms and requests at a node; caps of 0 are none."""
 
     client: str
     rooms: int
@@ -151,7 +151,7 @@ class ProblemStatus(FrozenModel):
 
 
 class TrafficStatus(FrozenModel):
-    """What went between a node and one peer since the peer was first seen."""
+    """Traffic between a node and one peer since the peer was first seen."""
 
     sent_bytes: int
     received_bytes: int

@@ -125,7 +125,7 @@ class Instance:
 
     @property
     def fingerprint(self) -> str:
-        """What must be equal on both sides of a pair."""
+        """Equal on both sides of a pair."""
         return self.first.fingerprint
 
     @property

@@ -97,7 +97,7 @@ class PairingService:
         clock: Clock = monotonic,
     ) -> None:
         self.events = EventStream(clock)
-        """What happens to requests here: each end that is asked for, and how each request was answered."""
+        """Facts about requests: each end that is asked for, and how each request was answered."""
         self._clock = clock
         self._directory = directory
         self._rooms = rooms
@@ -107,7 +107,7 @@ class PairingService:
         self._timeouts = timeouts
         self._under_way = 0
         self._waiting = 0
-        """Of those, the ones that only wait for pages."""
+        """Those under way that only wait for pages."""
 
     async def pair(self, request: PairRequest, may_name: Namespaces = ANY_NAMESPACE) -> Ticket:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.

@@ -26,14 +26,14 @@ GenerationQuery = Annotated[int | None, Query(ge=1, description="Of this attempt
 
 
 class Waiting(FrozenModel, defer_build=False):
-    """How long a report may be waited for."""
+    """Query of a report that may wait."""
 
     wait: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")] = 0.0
     until: Annotated[frozenset[RoomState], Field(description="States to wait for; none: a final one.")] = frozenset()
 
 
 class Cancellation(FrozenModel, defer_build=False):
-    """What is cancelled, and why."""
+    """Query of a cancellation."""
 
     reason: Annotated[str, Field(max_length=1_000, description="Told to everybody who asks why the room ended.")] = (
         "cancelled by its client"
@@ -42,7 +42,7 @@ class Cancellation(FrozenModel, defer_build=False):
 
 
 class Dropping(FrozenModel, defer_build=False):
-    """What is dropped besides what is in memory."""
+    """Query of a drop of prefixes, which drops those in memory in any case."""
 
     store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"
 

@@ -45,7 +45,7 @@ TOKEN_SCHEME = {"type": "http", "scheme": "bearer", "description": "The line of 
 
 
 class AppSettings(FrozenModel):
-    """What applications are told of their surroundings."""
+    """The configuration that an application needs."""
 
     grants: Callable[[], tuple[TokenGrant, ...]] = tuple
     """The bearer tokens at the moment; none: no token is asked for, and everybody may name any namespace."""
@@ -55,7 +55,7 @@ class AppSettings(FrozenModel):
 
 
 class StatusPort(Protocol):
-    """What operators ask of any daemon."""
+    """A daemon, as its operators see it."""
 
     metrics: Metrics
 

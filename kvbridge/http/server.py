@@ -92,7 +92,7 @@ class HttpServer:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if listener.family is socket.AF_INET6 else host
         self.url = f"{'https' if tls else 'http'}://{shown}:{port}"
-        """What was bound, with the real port: `http://127.0.0.1:40123`."""
+        """The bound address, with the real port: `http://127.0.0.1:40123`."""
 
     def __repr__(self) -> str:
         return f"HttpServer({self.url}, {'ended' if self._accepting.done() else 'serving'})"

@@ -1,4 +1,4 @@
-"""What is sent to which server: bodies of the OpenAI API and `kv_transfer_params`.
+"""Bodies of the OpenAI API, and the `kv_transfer_params` that each server is sent.
 
 The client's own `kv_transfer_params` are never passed on: they name addresses, to which a decode server would connect.
 """
@@ -19,20 +19,20 @@ Body = tuple[bytes, bytes]
 """The text of an object, in two parts: the first is long, and the same in all attempts."""
 PARAMS = "kv_transfer_params"
 EXTRA_ARGUMENTS = "vllm_xargs"
-"""What vLLM gives to the engine as it is, where it also puts the parameters."""
+"""vLLM gives this member to the engine as it is, and also puts the parameters there."""
 OURS = "kvbridge"
-"""Of what is ours in the parameters."""
+"""Member of the parameters with the values of kvbridge."""
 NOT_SHARED = (
     *("max_tokens", "max_completion_tokens", "stream"),
     *("stream_options", "min_tokens", "min_completion_tokens"),
 )
-"""Of streams, and of answers longer than one token: prefill is told otherwise, or would refuse them."""
+"""Members about streams and longer answers: prefill is told otherwise, or would refuse them."""
 LOOKED_AT = frozenset(
     {"prompt", "messages", "stream", "n", "best_of", "use_beam_search", "echo", "prompt_logprobs", EXTRA_ARGUMENTS}
 )
 MOST_VALUES = 1_500_000
-"""Of one body: what is no text takes the time of the event loop, and memory many times its length. Prompts of a million tokens
-are below it, as numbers or as texts."""
+"""Values in one body: they take the time of the event loop, and memory many times their length. Prompts of a million tokens, as
+numbers or as texts, are below this limit."""
 _OPENED = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*(\})?")
 _QUOTE = re.compile(r"[ \t\n\r]*\"")
 _COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
@@ -41,7 +41,7 @@ _END = re.compile(r"[ \t\n\r]*\Z")
 _SCANNER = json.JSONDecoder()
 TEXT_BYTES_PER_TOKEN = 4
 OTHER_PART_TOKENS = 1_000
-"""What a picture, or anything else that is no text, is taken for."""
+"""Estimate for a picture, or anything else that is no text."""
 
 HOLD: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -61,7 +61,7 @@ class Asked:
 
     path: str
     headers: Mapping[str, str]
-    """Of its headers those that are passed on."""
+    """Headers that are passed on."""
     shared: bytes
     """The beginning of both bodies: the members that both servers are sent."""
     for_decode_only: bytes
@@ -181,7 +181,7 @@ def paired_params(room: int, addresses: Any) -> tuple[Params, Params]:  # noqa: 
 
 @dataclass(frozen=True)
 class HeldPrompt:
-    """What prefill has answered."""
+    """The answer of prefill."""
 
     params: Mapping[str, Any] | None
     """For decode as they are; None: it holds nothing."""

@@ -43,9 +43,9 @@ DEADLY = frozenset({"broken", "health"})
 ERROR_EVENT = b'data: {"error"'
 EVENT_END = b"\n\n"
 LONGEST_FIRST = 1 << 20
-"""Of a stream's first two events: an error of the engine is shorter."""
+"""Bytes of a stream's first two events at most: an error of the engine is shorter."""
 UNCOUNTED_BYTES = 256 << 10
-"""Of each body. The number of requests bounds these bytes, so short bodies are read where long ones have taken everything."""
+"""First bytes of each body, which the number of requests bounds: short bodies are read where long ones have taken everything."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a store of the directory promises: each change is a compare-and-set, and time is the store's own.
+"""The contract of a store of the directory: each change is a compare-and-set, and time is the store's own.
 
 Replicas share a store and nothing else, no clock either. Every method is one atomic step, so a caller never has to hold anything
 between two of them.
@@ -17,13 +17,13 @@ from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
 NOTE_KEEP_S: Final = 3600.0
 """A beginning of prompts that has not come again for so long is forgotten."""
 NOTE_INSTANCES: Final = 16
-"""Who was given it last, of both roles together; more are not remembered."""
+"""Instances, of both roles together, that are remembered as the last to get a beginning."""
 NOTES: Final = 200_000
 """Beginnings of prompts that a store remembers, some 400 bytes each; those that came longest ago are forgotten first."""
 
 
 class PairingState(StrEnum):
-    """What became of a room at bootstrap."""
+    """State of a room at bootstrap."""
 
     PAIRING = "pairing"
     PAIRED = "paired"

@@ -28,7 +28,7 @@ class _Node:
 
     entry: NodeEntry
     number: int
-    """Of its registration: no other one has it."""
+    """Number of its registration: no other one has it."""
     heartbeat: NodeHeartbeat
     seen_s: float
     pages: dict[str, int] = field(default_factory=dict)

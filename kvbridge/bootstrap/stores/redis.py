@@ -253,7 +253,7 @@ class RedisStore:
 
 @lru_cache(KEPT)
 def _heartbeat(raw: bytes) -> NodeHeartbeat:
-    """Of a large fleet few have changed between two looks."""
+    """Parse a heartbeat. Few nodes of a large fleet have changed between two looks."""
     return NodeHeartbeat.model_validate_json(raw, extra="ignore")
 
 
