@@ -22,6 +22,13 @@ def real(endpoints: LiveCluster) -> NodeDescription:
     return node
 
 
+@pytest.fixture(autouse=True)
+def serves_afterwards(live: LiveCluster) -> Iterator[None]:
+    """Every test ends with the same question: is everybody ready, is every page free, and does the next good room cross?"""
+    yield
+    live.serves()
+
+
 @pytest.fixture
 def raw(live: LiveCluster) -> Iterator[RawDecode]:
     """A fake decode node that has connected and said nothing."""

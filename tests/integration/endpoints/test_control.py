@@ -1,6 +1,6 @@
 """The control sockets of running daemons, fed with what no correct peer sends, and with what another release sends.
 
-Every test ends with the same question: is everybody ready, is every page free, and does the next good room cross byte for byte?
+Every test ends with the question of `serves_afterwards`: does the next good room cross byte for byte?
 The codec, the sockets and the rules of offers have tests of their own; here the daemon as a whole must not mind.
 """
 
@@ -73,7 +73,6 @@ def test_an_offer_for_an_unknown_room_is_answered_in_the_end_and_its_replay_coun
     met.send(Abort(room=9, generation=1, code="x", message="x"))
     met.take(Drained, 9)
     assert not met.waiting, "the replay was answered a second time"
-    live.serves()
 
 
 def test_an_offer_of_a_stranger_does_not_take_a_room(live: LiveCluster, raw: RawDecode) -> None:
@@ -84,7 +83,6 @@ def test_an_offer_of_a_stranger_does_not_take_a_room(live: LiveCluster, raw: Raw
     raw.take(Drained, room)
     assert report(live.prefill, room)["state"] == "admitted"
     http("DELETE", live.prefill, f"/v1/requests/{room}")
-    live.serves()
 
 
 @pytest.mark.parametrize(("space", "ids"), [(IndexSpace.FULL, (1, 2, FULL_PAGES)), (IndexSpace.HOST, (1, 9_999, 3))])
@@ -100,7 +98,6 @@ def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(
     met.take(Drained, room)
     assert str(max(ids)) in ends(live.prefill, room, "failed", "page_out_of_bounds")
     live.sender.abort(room, "told that it failed")
-    live.serves()
 
 
 def test_a_second_offer_for_a_room_is_the_first_ones_business(
@@ -123,7 +120,6 @@ def test_a_second_offer_for_a_room_is_the_first_ones_business(
     assert met.take(Failed).code == "unknown_room"
     http("DELETE", live.prefill, f"/v1/requests/{room}")
     assert "cancelled by its client" in ends(live.prefill, room, "aborted", "aborted")
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- introductions
@@ -155,7 +151,6 @@ def test_an_introduction_that_cannot_be_true_is_rejected(
     assert rejected.code == code, rejected
     assert text in rejected.message
     assert raw.incarnation not in {peer["incarnation"] for peer in status(live.prefill)["peers"]}
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- the decode side
@@ -172,7 +167,6 @@ def test_decode_does_not_believe_sums_that_are_short(live: LiveCluster) -> None:
         assert "rank pp0.tp0 of prefill node raw/node-0 is done, but c4_kv: 1 of" in ends(
             live.decode, room, "failed", "integrity"
         )
-    live.serves()
 
 
 def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up(live: LiveCluster) -> None:
@@ -193,7 +187,6 @@ def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up
         assert report(live.decode, room)["state"] == "offered"
         peer.send(Drained(room=room, generation=1))
         assert "stopped without having sent everything" in ends(live.decode, room, "failed", "protocol")
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- other releases
@@ -209,4 +202,3 @@ def test_a_decode_node_of_a_later_release_that_lacks_a_feature_is_met(
     raw.recipient = answer.incarnation
     raw.send(Abort(room=4712, generation=1, code="aborted", message="mine"))
     raw.take(Drained, 4712)
-    live.serves()

@@ -56,7 +56,6 @@ def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
         assert "over" in raises_code("conflict", call)
     begun.abort("harmless on a room that is over")
     assert report(live.prefill, room)["state"] == "completed"
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- verbs
@@ -71,7 +70,6 @@ def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int
         raises_code("conflict", theirs.finish)
     live.write(room, TOKENS, 500, TOKENS)
     completed(live, room)
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- attaching
@@ -88,7 +86,6 @@ def test_who_cannot_attach(live: LiveCluster) -> None:
     nobody.mkdir(mode=0o700)
     raises_code("not_ready", lambda: PrefillEngine.attach(nobody, call_timeout_s=0.2))
     eventually("nobody left behind", lambda: not status(live.prefill)["engines"] and not status(live.decode)["engines"])
-    live.serves()
 
 
 def test_an_engine_that_leaves_fails_what_it_had_begun(live: LiveCluster, room: int) -> None:
@@ -96,7 +93,6 @@ def test_an_engine_that_leaves_fails_what_it_had_begun(live: LiveCluster, room: 
     live.detach()
     for daemon in live.nodes:
         assert "is gone" in ends(daemon, room, "failed", "peer_failed")
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- frames

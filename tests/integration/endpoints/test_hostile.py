@@ -2,7 +2,7 @@
 
 The peers here are authenticated as far as that goes: they may connect, and some were welcomed. What they may not do is
 end, complete or delay what is not theirs, kill a process, or make a process grow. Every test ends with the question of
-`live_rooms`: does the next good room cross?
+`serves_afterwards`: does the next good room cross?
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ def test_no_introduction_holds_the_daemon_up(
     raw.send(hello)
     assert raw.take(Rejected).code == code
     assert processor_s(live.prefill) - before_s < BUSY_S
-    live.serves()
 
 
 def processor_s(daemon: DaemonProcess) -> float:
@@ -116,7 +115,6 @@ def test_an_abort_ends_no_room_of_others(live: LiveCluster, met: RawDecode, who:
     assert report(live.prefill, waiting)["state"] == "admitted"
     live.cross(TOKENS, running)
     http("DELETE", live.prefill, f"/v1/requests/{waiting}")
-    live.serves()
 
 
 def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -> None:
@@ -133,7 +131,6 @@ def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -
         assert report(live.decode, room)["state"] == "offered"
         give_up(live, writer, room)
         give_up(live, other, others)
-    live.serves()
 
 
 def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(live: LiveCluster) -> None:
@@ -148,7 +145,6 @@ def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(li
         assert report(live.decode, room)["state"] == "offered"
         give_up(live, writer, room)
         ends(live.decode, waiting, "failed", "deadline")
-    live.serves()
 
 
 def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster) -> None:
@@ -159,7 +155,6 @@ def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster
             peer.send(done.model_copy(update={"amounts": {ComponentKind("c4_kv"): Amount(lane_rows=2**50 + 1)}}))
         peer.sent -= 1
         give_up(live, peer, room)
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- floods

@@ -71,7 +71,6 @@ def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space:
     )
     for room in (*held[1:], answer.json()["room"]):
         delete(daemon, room)
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- cancelling
@@ -122,7 +121,6 @@ def test_a_cancel_on_either_side_ends_both(
         }
         live.sender.abort(room, "told so")
     assert delete(daemon, room)["state"] == "aborted", "again: harmless"
-    live.serves()
 
 
 def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live: LiveCluster) -> None:
@@ -136,7 +134,6 @@ def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live:
     assert busy_pages(live.decode)["host"] == {"held": len(claimed.tables["host"])}
     live.claimed[room].release()
     assert ends(live.decode, room, "aborted", "aborted") == "enough"
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- tickets
@@ -155,7 +152,6 @@ def test_a_ticket_leads_to_both_ends(live: LiveCluster) -> None:
     assert (again.status_code, again.json()["code"]) == (409, "conflict")
     assert http("GET", live.cluster.bootstrap, "/v1/requests/4711").status_code == 404
     live.cross(TOKENS, room)
-    live.serves()
 
 
 def test_a_room_that_one_side_refuses_is_kept_by_neither(live: LiveCluster) -> None:
@@ -166,4 +162,3 @@ def test_a_room_that_one_side_refuses_is_kept_by_neither(live: LiveCluster) -> N
     assert answer.headers["Retry-After"]
     all_free(live.prefill)
     delete(live.decode, held)
-    live.serves()

@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from tests.helpers.redis_server import redis_server
-from tests.unit.bootstrap.fleet import MemoryFleet, RedisFleet
+from tests.unit.bootstrap.fleet import FakeDaemons, MemoryFleet, RedisFleet
 
 _NUMBERS = itertools.count()
 
@@ -32,3 +32,8 @@ async def world(request):
 async def redis_fleet(redis):
     async with RedisFleet(redis, f"test-{next(_NUMBERS)}") as world:
         yield world
+
+
+@pytest.fixture
+def port():
+    return FakeDaemons()

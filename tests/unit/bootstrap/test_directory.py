@@ -18,7 +18,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FakeDaemons, half, node
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, half, node
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,8 +32,7 @@ WITH_KEY = {"control": PeerAddress(endpoint="tcp://p:1", public_key="k" * 40), "
 SECOND = node("p", Role.PREFILL, incarnation="second", http_url="http://second")
 
 
-async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(world):
-    port = FakeDaemons()
+async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(world, port):
     directory = await world.directory(node("p", Role.PREFILL), daemons=port)
     port.lives = {"http://p": "p-incarnation-1", "http://second": "second"}
     for _ in range(2):
@@ -48,8 +47,7 @@ async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(wo
 
 
 @pytest.mark.parametrize("answer", ["", "second", "p-incarnation-9"], ids=["nobody", "its successor", "another"])
-async def test_a_daemon_that_was_killed_is_replaced_at_once(world, answer):
-    port = FakeDaemons()
+async def test_a_daemon_that_was_killed_is_replaced_at_once(world, port, answer):
     directory = await world.directory(node("p", Role.PREFILL), daemons=port)
     port.lives = {"http://p": answer}
     assert (await directory.register(SECOND)).epoch == 2
@@ -63,8 +61,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", ["silent", *FAULTS])
-async def test_a_name_whose_holder_cannot_be_asked_is_free_when_it_has_been_silent(world, fault):
-    port = FakeDaemons()
+async def test_a_name_whose_holder_cannot_be_asked_is_free_when_it_has_been_silent(world, port, fault):
     directory = Directory(world.store, port, probe_s=0.02)
     await directory.register(node("p", Role.PREFILL))
     if fault == "silent":

@@ -43,8 +43,7 @@ async def ends(task: asyncio.Task) -> None:
 
 
 @pytest.mark.parametrize("slow", ["http://p1", "http://d1"])
-async def test_a_ticket_that_runs_out_while_it_is_made_is_none(world, slow):
-    port = FakeDaemons()
+async def test_a_ticket_that_runs_out_while_it_is_made_is_none(world, port, slow):
     port.takes_s = dict.fromkeys([slow, slow.replace("1", "2")], 3.0)
     pairing = await world.pairing(port, clock=port.clock, ticket_s=3.0)
     with pytest.raises((DeadlineError, NotReadyError), match=r"its ticket had run out .*timeouts\.ticket_s"):
@@ -53,8 +52,7 @@ async def test_a_ticket_that_runs_out_while_it_is_made_is_none(world, slow):
 
 
 @pytest.mark.parametrize("wrong", [{"room": 8}, {"generation": 9}, {"role": Role.DECODE}], ids=str)
-async def test_a_daemon_that_admits_something_else_is_avoided(world, wrong):
-    port = FakeDaemons()
+async def test_a_daemon_that_admits_something_else_is_avoided(world, port, wrong):
     port.misreports["http://p1"] = wrong
     ticket = await (await world.pairing(port)).pair(REQUEST)
     assert ticket.prefill.instance == "p2"
@@ -63,24 +61,21 @@ async def test_a_daemon_that_admits_something_else_is_avoided(world, wrong):
         await (await world.pairing(port)).pair(REQUEST.model_copy(update={"room": 6}))
 
 
-async def test_a_daemon_that_answers_too_late_is_given_back(world):
-    port = FakeDaemons()
+async def test_a_daemon_that_answers_too_late_is_given_back(world, port):
     port.late.add("http://d1")
     ticket = await (await world.pairing(port, reserve_s=0.02)).pair(REQUEST)
     assert ticket.decode.instance == "d2"
     assert port.rooms() == {"http://p1": [7], "http://d2": [7]}
 
 
-async def test_pairing_as_a_whole_has_a_deadline(world):
-    port = FakeDaemons()
+async def test_pairing_as_a_whole_has_a_deadline(world, port):
     port.late.add("http://d1")
     with pytest.raises(DeadlineError, match=r"timeouts\.pair_s"):
         await (await world.pairing(port, pair_s=0.02)).pair(REQUEST)
     assert port.rooms() == {}
 
 
-async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(world):
-    port = FakeDaemons()
+async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(world, port):
     port.refuse["http://d1"] = InvalidInputError("bad prefix")
     port.cancel_gate = asyncio.Event()
     task = await under_way(await world.pairing(port), port)
@@ -92,8 +87,7 @@ async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(
     assert port.rooms() == {}
 
 
-async def test_no_more_are_paired_at_once_than_may_be(world):
-    port = FakeDaemons()
+async def test_no_more_are_paired_at_once_than_may_be(world, port):
     port.hang.add("http://p1")
     pairing = await world.pairing(port, max_under_way=1)
     task = await under_way(pairing, port)
@@ -107,8 +101,7 @@ async def test_no_more_are_paired_at_once_than_may_be(world):
     assert (await pairing.pair(REQUEST.model_copy(update={"room": 8}))).room == 8
 
 
-async def test_a_room_that_is_being_paired_cannot_be_paired_again(world):
-    port = FakeDaemons()
+async def test_a_room_that_is_being_paired_cannot_be_paired_again(world, port):
     port.hang.add("http://p1")
     pairing = await world.pairing(port)
     task = await under_way(pairing, port)
@@ -118,8 +111,7 @@ async def test_a_room_that_is_being_paired_cannot_be_paired_again(world):
     await ends(task)
 
 
-async def test_cancel_reaches_both_ends_and_frees_the_id(world):
-    port = FakeDaemons()
+async def test_cancel_reaches_both_ends_and_frees_the_id(world, port):
     pairing = await world.pairing(port)
     await pairing.pair(REQUEST)
     report = await pairing.cancel(7, "user left")
@@ -129,8 +121,7 @@ async def test_cancel_reaches_both_ends_and_frees_the_id(world):
     assert (await pairing.pair(REQUEST)).generation == 2
 
 
-async def test_a_room_that_could_not_be_cancelled_stays_in_use(world):
-    port = FakeDaemons()
+async def test_a_room_that_could_not_be_cancelled_stays_in_use(world, port):
     pairing = await world.pairing(port)
     await pairing.pair(REQUEST)
     port.cancel_errors["http://d1"] = PeerError("gone")
@@ -154,8 +145,7 @@ async def test_a_room_that_is_paired_again_is_young_again(world):
         await pairing.report(8)
 
 
-async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world):
-    port = FakeDaemons()
+async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world, port):
     port.pauses["http://d1"] = asyncio.Event()
     pairing = await world.pairing(port)
     slow = await under_way(pairing, port)
@@ -174,8 +164,7 @@ async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world):
 WAITING = REQUEST.model_copy(update={"wait_s": 10.0})
 
 
-async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(world):
-    port = FakeDaemons()
+async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(world, port):
     port.full = {"http://d1", "http://d2"}
     port.pauses = {url: asyncio.Event() for url in port.full}
     pairing = await world.pairing(port, max_under_way=1, max_waiting=1)
@@ -187,8 +176,7 @@ async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(
     assert (await waits).room == 7
 
 
-async def test_a_wait_longer_than_is_served_is_refused(world):
-    port = FakeDaemons()
+async def test_a_wait_longer_than_is_served_is_refused(world, port):
     pairing = await world.pairing(port, max_wait_s=5.0)
     with pytest.raises(InvalidInputError, match=r"wait_s is 10 s, at most 5 s are served \(pairing.max_wait_s\)"):
         await pairing.pair(WAITING)
@@ -202,8 +190,8 @@ KEYED = PairRequest(room=7, prompt_tokens=1000, namespace="acme", page_hashes=by
 ONE, TWO = ModelIdentity(name="v4", revision="1"), ModelIdentity(name="v4", revision="2")
 
 
-async def test_a_namespace_that_may_not_be_named_is_refused_before_anybody_is_asked(world):
-    port, outcomes = FakeDaemons(), []
+async def test_a_namespace_that_may_not_be_named_is_refused_before_anybody_is_asked(world, port):
+    outcomes = []
     pairing = await world.pairing(port)
     pairing.events.add_reader({PairingEnded: lambda _now_s, fact: outcomes.append(fact.outcome)})
     with pytest.raises(NamespaceError, match="'acme': it may name the default one"):
@@ -212,14 +200,13 @@ async def test_a_namespace_that_may_not_be_named_is_refused_before_anybody_is_as
     await pairing.pair(KEYED, Namespaces(frozenset({"acme"})))
 
 
-async def test_pages_of_other_weights_are_never_paired(world):
+async def test_pages_of_other_weights_are_never_paired(world, port):
     fleet = (
         node("p1", Role.PREFILL, free=100, model_identity=ONE),
         node("p2", Role.PREFILL, free=90, model_identity=TWO),
         node("p3", Role.PREFILL, free=80),
         node("d", Role.DECODE, model_identity=TWO),
     )
-    port = FakeDaemons()
     ticket = await (await world.pairing(port, *fleet)).pair(REQUEST)
     assert ticket.prefill.instance == "p2"
     listing = {one.instance: one for one in await (await world.directory()).listing()}

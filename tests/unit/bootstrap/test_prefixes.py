@@ -17,7 +17,7 @@ from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.telemetry.facts import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, node
+from tests.unit.bootstrap.fleet import TIMES, node
 
 PAGE = 256
 HELD = ModelIdentity(name="tiny", revision="1")
@@ -136,13 +136,6 @@ async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypa
 # ------------------------------------------------------------------------------------------- pairing
 
 
-class Daemons(FakeDaemons):
-    """They hold what they are told to."""
-
-    def holds(self, name: str, tokens: int) -> None:
-        self.misreports[f"http://{name}"] = {"prefix_tokens" if name.startswith("d") else "computed_tokens": tokens}
-
-
 async def pairing_of(world, port, *fleet):
     service = await world.pairing(port, *(fleet or FLEET))
     guesses: Counter[tuple[str, str]] = Counter()
@@ -174,8 +167,7 @@ async def first_turn_on_second_pair(world, port, service) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_holder_that_refuses_or_is_gone_is_passed_over(world):
-    port = Daemons()
+async def test_a_holder_that_refuses_or_is_gone_is_passed_over(world, port):
     service, guesses = await pairing_of(world, port)
     await first_turn_on_second_pair(world, port, service)
     port.refuse = {"http://d2": CapacityError("full")}
@@ -186,9 +178,8 @@ async def test_a_holder_that_refuses_or_is_gone_is_passed_over(world):
 
 
 @pytest.mark.asyncio
-async def test_keys_of_another_namespace_find_no_note(world):
+async def test_keys_of_another_namespace_find_no_note(world, port):
     """Keys are public arithmetic and a note is made before anything is proved: where a prompt went is its namespace's to know."""
-    port = Daemons()
     service, guesses = await pairing_of(world, port)
     await first_turn_on_second_pair(world, port, service)
     assert names(await service.pair(request(SECOND, namespace="acme"))) == ("p1", "d1")
@@ -198,8 +189,7 @@ async def test_keys_of_another_namespace_find_no_note(world):
 
 
 @pytest.mark.asyncio
-async def test_prompts_of_two_namespaces_are_noted_apart(world):
-    port = Daemons()
+async def test_prompts_of_two_namespaces_are_noted_apart(world, port):
     service, guesses = await pairing_of(world, port)
     await first_turn_on_second_pair(world, port, service)
     identity = PrefixIdentity(**IDENTITY.model_dump() | {"namespace": "acme"})
