@@ -153,7 +153,7 @@ def nixl_request(library: Any, agent: Any, peer: str, operations: Operations) ->
 
 def _bare_mooncake(bed: _Bed) -> dict[str, Way]:
     engine = bed.transport._engine.library
-    session = bed.peer.session
+    session = bed.transport._peers[bed.peer].session
 
     def batches(operations: Operations) -> None:
         for first in range(0, len(operations), MOONCAKE_CHUNK):
@@ -180,7 +180,7 @@ def _bare_nixl(bed: _Bed) -> dict[str, Way]:
     library, agent = bed.transport._agent._library, bed.transport._agent._agent
 
     def one_request(operations: Operations) -> None:
-        request = nixl_request(library, agent, bed.peer.agent, operations)
+        request = nixl_request(library, agent, bed.transport._peers[bed.peer].agent, operations)
         state = agent.postXferReq(request)
         while state == library.NIXL_IN_PROG:
             time.sleep(POLL_PAUSE_S)
