@@ -31,7 +31,7 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
-from kvbridge.core.plan.page_array import page_copies
+from kvbridge.core.plan.pages import page_copies
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.copies import copier
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn

@@ -24,8 +24,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.tiers import copy_pieces
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves
 from kvbridge.core.plan.operations import Operations
-from kvbridge.core.plan.page_array import PageArray
-from kvbridge.core.plan.runs import find_runs
+from kvbridge.core.plan.pages import PageArray, find_runs
 from kvbridge.kernels.copies import ProcessorCopier, StretchCopier
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart

@@ -13,7 +13,7 @@ import torch
 from kvbridge.config.pools import HostLayout
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
-from kvbridge.core.plan.runs import split_rows
+from kvbridge.core.plan.pages import split_rows
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.engine.views import PoolViews, RegionView, place_rows
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement

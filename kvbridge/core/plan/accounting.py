@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, lane_interval
 from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.plan.pages import split_rows
 from kvbridge.core.plan.pairing import Stripe, destination_regions, host_ordinal, replica_share
 from kvbridge.core.plan.planner import owned_rows
-from kvbridge.core.plan.runs import split_rows
 
 LaneRows = dict[ComponentKind, int]
 """Rows times lanes of each component, summed over layers and destinations; an absent component has none."""

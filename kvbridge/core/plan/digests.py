@@ -22,10 +22,9 @@ from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeo
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Tables
 from kvbridge.core.plan.crc32c import ChecksumArray
 from kvbridge.core.plan.operations import AddressArray, Section
-from kvbridge.core.plan.page_array import IndexArray
+from kvbridge.core.plan.pages import IndexArray, split_rows
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
 from kvbridge.core.plan.planner import Part, pages_to_send, rows_to_send
-from kvbridge.core.plan.runs import split_rows
 
 MAX_PART_BYTES = 512 * 1024
 """Digests that one message carries. More pages than that of one layer do not fit into a page table."""

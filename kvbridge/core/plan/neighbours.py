@@ -12,9 +12,8 @@ from itertools import groupby
 
 import numpy as np
 
-from kvbridge.core.plan.page_array import IndexArray
+from kvbridge.core.plan.pages import IndexArray, Runs, find_runs, single_pages
 from kvbridge.core.plan.pairing import LayerGroup, Side
-from kvbridge.core.plan.runs import Runs, find_runs, single_pages
 
 Member = tuple[LayerGroup, int]
 """A group, and how many of its layers follow each other in a band."""

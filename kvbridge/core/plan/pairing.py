@@ -19,8 +19,7 @@ from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.core.plan.page_array import IndexArray, PageArray
-from kvbridge.core.plan.runs import PageSplit, byte_intervals
+from kvbridge.core.plan.pages import IndexArray, PageArray, PageSplit, byte_intervals
 
 if TYPE_CHECKING:
     from kvbridge.core.plan.neighbours import Band

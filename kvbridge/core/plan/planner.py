@@ -17,9 +17,8 @@ from kvbridge.core.geometry.components import Component, ComponentKind, RowInter
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.neighbours import Band, find_neighbours
 from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section, cut_sizes
-from kvbridge.core.plan.page_array import IndexArray
+from kvbridge.core.plan.pages import IndexArray, PageSplit, split_rows
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Side, Stripe
-from kvbridge.core.plan.runs import PageSplit, split_rows
 
 
 def plan(

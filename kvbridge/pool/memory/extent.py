@@ -2,7 +2,7 @@
 
 A `Region` (core.geometry.manifest) says where the pages of one component's layer are. An `Extent` is a piece that is registered
 as a whole; pages of several regions may lie in it. An `Origin` (core.wire.shared_memory) is the file or device allocation that
-other processes of the host open to reach an extent. A `PageArray` (core.plan.page_array) computes addresses of pages.
+other processes of the host open to reach an extent. A `PageArray` (core.plan.pages) computes addresses of pages.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvbridge.core.plan.page_array import PageArray, page_copies
+from kvbridge.core.plan.pages import PageArray, page_copies
 from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
 from tests.bench.gpu.budgets import of_page_copies, with_budgets

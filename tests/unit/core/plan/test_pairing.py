@@ -7,8 +7,8 @@ import pytest
 
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
+from kvbridge.core.plan.pages import byte_intervals, find_runs
 from kvbridge.core.plan.pairing import Pairing
-from kvbridge.core.plan.runs import byte_intervals, find_runs
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.manifests import Instance
 

@@ -12,7 +12,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.operations import Operations
-from kvbridge.core.plan.page_array import NO_BORDERS, PageArray, page_copies
+from kvbridge.core.plan.pages import NO_BORDERS, PageArray, page_copies
 from kvbridge.kernels.copies import ProcessorCopier
 from tests.helpers.kernel_memory import Form, random_bytes
 
