@@ -101,26 +101,19 @@ REFUSED_BOOTSTRAP = [
 ]
 
 
-def refuse(kind, flags, expected):
+CASES = [
+    *((PrefillConfig, BASE | flags, expected) for flags, expected in REFUSED),
+    *((DecodeConfig, BASE | flags, expected) for flags, expected in REFUSED_DECODE),
+    *((BootstrapConfig, flags, expected) for flags, expected in REFUSED_BOOTSTRAP),
+]
+
+
+@pytest.mark.parametrize(("kind", "flags", "expected"), CASES, ids=lambda value: str(value)[:50])
+def test_what_does_not_fit_together_is_refused(kind, flags, expected):
     with pytest.raises(ConfigError) as raised:
         load_config(kind, environment={}, flags=flags)
     assert expected in str(raised.value)
     assert "hush" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("flags", "expected"), REFUSED, ids=lambda value: str(value)[:50])
-def test_a_daemon_is_refused(flags, expected):
-    refuse(PrefillConfig, {**BASE, **flags}, expected)
-
-
-@pytest.mark.parametrize(("flags", "expected"), REFUSED_DECODE, ids=lambda value: str(value)[:50])
-def test_a_decode_daemon_is_refused(flags, expected):
-    refuse(DecodeConfig, {**BASE, **flags}, expected)
-
-
-@pytest.mark.parametrize(("flags", "expected"), REFUSED_BOOTSTRAP, ids=lambda value: str(value)[:50])
-def test_bootstrap_is_refused(flags, expected):
-    refuse(BootstrapConfig, flags, expected)
 
 
 @pytest.mark.parametrize(
