@@ -1,7 +1,7 @@
 """A model that computes as another processor might: the same operations, rounded otherwise.
 
 Every matrix product and every score of an indexer is moved by up to the worst that any order of summation can do to it: g(m)
-times the sum of the sizes of its m products (see `tests.helpers.sparse_reference`). By how much and where to follows from the
+times the sum of the sizes of its m products. By how much and where to follows from the
 result's own bits and a seed, as a processor's rounding follows from its operands: the same numbers always give the same.
 """
 

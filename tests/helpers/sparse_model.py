@@ -37,8 +37,6 @@ class Alone:
 
     generated: Generated
     cache: DynamicCache
-    share_of_rounding: float
-    """Of what may lie between its attention and the dense model's; see `reference`."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -77,7 +75,8 @@ class SparseModelPair:
         attention = SelectedAttention(self.model)
         with attention:
             generated = generate(self.model, cache, first_token=prefill.first_token, steps=steps)
-        return Alone(generated, cache, attention.share_of_rounding)
+        assert attention.steps == steps * len(self.c4.layers)
+        return Alone(generated, cache)
 
     def pools(self, prefill: Prefill, *, steps: int, seed: int = 0) -> Pools:
         """Pages that hold a request, as a transfer leaves them, with room for `steps` more tokens."""

