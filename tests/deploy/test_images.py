@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from packaging.requirements import Requirement
 
 from kvbridge.api.endpoint_file import DaemonEndpoint
-from kvbridge.cli.local_cluster import calls
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.services import BootstrapConfig
@@ -193,7 +193,7 @@ def test_a_fleet_of_the_image_pairs_as_a_user_without_rights(image: Path):
             fleet[-1].start()
 
         def ask(method: str, url: str, token: str, **more: Any) -> Any:
-            return calls()._http.request(method, url, headers={"Authorization": f"Bearer {token}"}, **more)
+            return httpx.request(method, url, headers={"Authorization": f"Bearer {token}"}, timeout=60, **more)
 
         def ready() -> bool:
             return all(ask("GET", f"{each.url}/ready", nodes_token).status_code == 200 for each in fleet[1:])

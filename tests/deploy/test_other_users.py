@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kvbridge.api.endpoint_file import DaemonEndpoint
-from kvbridge.cli.local_cluster import LOG_JSON, DaemonProcess, calls, daemon_config
+from kvbridge.cli.local_cluster import LOG_JSON, DaemonProcess, daemon_config
 from kvbridge.control.keys import generate_keys, write_keys
 from kvbridge.control.runtime_directory import ENGINE_SOCKET, WORKER_SOCKET
 from kvbridge.processes import ChildProcess, stop_all, wait_for
@@ -77,7 +78,7 @@ class OtherUser(ChildProcess):
         file = self.runtime_dir / "daemon.json"
         endpoint = wait_for(f"{self.role} serves", file.exists, timeout_s=START_S, watched=[self]) and file.read_text()
         url = DaemonEndpoint.model_validate_json(endpoint).http_url
-        return calls()._http.get(f"{url}{path}").json()
+        return httpx.get(f"{url}{path}").json()
 
 
 def signal_inside(process: subprocess.Popen[Any], number: signal.Signals) -> None:
@@ -119,7 +120,7 @@ class Pod:
         )
 
     def room(self) -> int:
-        answer = calls()._http.post(f"{self.bootstrap.url}/v1/requests", json={"prompt_tokens": TOKENS})
+        answer = httpx.post(f"{self.bootstrap.url}/v1/requests", json={"prompt_tokens": TOKENS}, timeout=60)
         assert answer.is_success, answer.text
         return int(answer.json()["room"])
 
