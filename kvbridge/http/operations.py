@@ -26,7 +26,8 @@ from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.middleware import Entrance
 from kvbridge.http.page import PAGE_PATHS, Document, page_router
-from kvbridge.http.problems import install_problem_handlers
+from kvbridge.http.problems import FORESEEN
+from kvbridge.http.requests import Shortcut
 from kvbridge.telemetry.registry import Metrics
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
@@ -123,7 +124,10 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
         app.openapi_schema = app.openapi_schema or describe(app, bodies, open_paths, asks_token=asks_token)
         return app.openapi_schema
 
-    install_problem_handlers(app)
+    for error, answer in FORESEEN.items():
+        app.add_exception_handler(error, answer)
+    # The last one added is the first to see a request.
+    app.add_middleware(Shortcut, routes=[route for router in routers for route in router.routes])
     app.add_middleware(
         Entrance,
         grants=settings.grants,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 import structlog
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
@@ -37,13 +37,6 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
         all_headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
     body = problem.model_dump_json(exclude_none=True)
     return Response(body, status_code=problem.status, headers=all_headers, media_type=PROBLEM_TYPE)
-
-
-def install_problem_handlers(app: FastAPI) -> None:
-    """Make every foreseen error a problem; `Entrance` answers the others."""
-    app.add_exception_handler(BridgeError, _answer_bridge_error)
-    app.add_exception_handler(RequestValidationError, _answer_validation_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
 
 
 async def _answer_bridge_error(request: Request, error: Exception) -> Response:
@@ -89,3 +82,16 @@ def _takes(request: Request, method: str) -> bool:
     """Return whether any route of the path takes a method: the framework looks at the first route only."""
     asked = {**request.scope, "method": method}
     return any(route.matches(asked)[0] is Match.FULL for route in request.app.routes)
+
+
+FORESEEN: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    BridgeError: _answer_bridge_error,
+    RequestValidationError: _answer_validation_error,
+    HTTPException: _answer_http_error,
+}
+"""The errors that are problems; `Entrance` answers the others."""
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Return the problem that a foreseen error is."""
+    return await next(answer for kind, answer in FORESEEN.items() if isinstance(error, kind))(request, error)

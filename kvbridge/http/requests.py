@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Path, Request
@@ -12,10 +12,13 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.prefixes import Namespaces
+from kvbridge.http.problems import FORESEEN, answer_error
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
@@ -43,6 +46,28 @@ class PlainRoute(APIRoute):
             return made
 
         return handle
+
+
+class Shortcut:
+    """The innermost middleware: a POST to a plain route without parameters passes no routing, which costs as much as admission."""
+
+    def __init__(self, app: ASGIApp, *, routes: Iterable[BaseRoute]) -> None:
+        self._app = app
+        self._routes = {route.path: route for route in routes if isinstance(route, PlainRoute)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the route's function, or pass the request on."""
+        route = self._routes.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if route is None:
+            await self._app(scope, receive, send)
+            return
+        scope["route"] = route
+        request = Request(scope, receive)
+        try:
+            response = await route.endpoint(request)
+        except tuple(FORESEEN) as error:
+            response = await answer_error(request, error)
+        await response(scope, receive, send)
 
 
 def plain_post(
