@@ -40,7 +40,7 @@ from kvbridge.tier.stores.mooncake import MooncakeStore
 from kvbridge.tier.stores.objects import object_name
 from kvbridge.tier.stores.pages import PageStore
 from tests.bench.output import table as text
-from tests.helpers.mooncake_servers import MooncakeServers
+from tests.helpers.local_servers import MooncakeServers
 
 MODEL = "deepseek-v4-flash"
 BATCH = 16

@@ -35,9 +35,8 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.transport.registry import create_transport
-from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.faulty_transport import FaultySettings, FaultyTransport
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer
 
 Buffer = SharedBuffer | DeviceBuffer
 TestT = TypeVar("TestT", bound=Callable[..., None])

@@ -21,7 +21,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import Answer, ObjectStore
 from kvbridge.tier.stores.client import Operation, StoreClient
 from kvbridge.tier.stores.pages import PageStore
-from tests.helpers.mooncake_servers import MooncakeServers
+from tests.helpers.local_servers import MooncakeServers
 from tests.helpers.stored_pages import StoredPages, ids, stored_object
 
 KINDS = ("files", "mooncake")

@@ -37,7 +37,7 @@ from kvbridge.tier.stores.client import BreakerState
 from kvbridge.tier.stores.objects import ObjectForm, linked
 from tests.contract.stores_harness import KINDS, READY_S, Looped, settings_of
 from tests.helpers.cluster import eventually
-from tests.helpers.stopping import stop
+from tests.helpers.local_servers import stop
 from tests.helpers.stored_pages import new_keys
 
 FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY

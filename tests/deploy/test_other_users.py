@@ -109,7 +109,7 @@ class Pod:
             "tokens": TOKENS,
         }
         job |= {"hold": False, **more}
-        command = [sys.executable, "-m", "tests.helpers.engine_of_another_user", json.dumps(job)]
+        command = [sys.executable, "-m", "tests.helpers.other_user", json.dumps(job)]
         return subprocess.Popen(
             [*as_user(user, groups, namespaces=CONTAINER), *command],
             stdout=subprocess.PIPE,

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.docs.pages import PAGES, ROOT, Block, blocks, name, spans
-from tests.docs.reader import follow
-from tests.helpers.config_keys import known_keys
+from tests.docs.pages import PAGES, ROOT, Block, blocks, follow, name, spans
+from tests.helpers.example_configs import known_keys
 from tests.helpers.matrices import kept
 
 REASONS = {

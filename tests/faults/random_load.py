@@ -30,9 +30,20 @@ from kvbridge.cli.local_cluster import Cluster, DaemonProcess
 from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, DetachedError
 from kvbridge.core.ids import Role
 from kvbridge.tier.keys import Keys
-from tests.faults.load_chaos import Chaos
-from tests.faults.load_cluster import ENGINE_CALL_S, MODEL, Seat, load_cluster
-from tests.faults.load_prompts import FORGED, LIES, MOST_TOKENS, PAGE, Branch, Case, drawn_prompt
+from tests.faults.load_cluster import (
+    ENGINE_CALL_S,
+    FORGED,
+    LIES,
+    MODEL,
+    MOST_TOKENS,
+    PAGE,
+    Branch,
+    Case,
+    Chaos,
+    Seat,
+    drawn_prompt,
+    load_cluster,
+)
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import busy_pages, status
 

@@ -15,9 +15,18 @@ from functools import partial
 import pytest
 
 from tests.faults.fault_cluster import Gpus
-from tests.faults.late_writer_cluster import FILL_TOKENS, LATE_TOKENS, LateWriterCluster
-from tests.faults.late_writers import AWAKE_S, WHILE_COPYING, freed, frozen_node, over
-from tests.faults.mutations import BELIEVE_QUIET, FREE_BY_TIMER
+from tests.faults.late_writer_cluster import (
+    AWAKE_S,
+    BELIEVE_QUIET,
+    FILL_TOKENS,
+    FREE_BY_TIMER,
+    LATE_TOKENS,
+    WHILE_COPYING,
+    LateWriterCluster,
+    freed,
+    frozen_node,
+    over,
+)
 from tests.faults.stages import ClusterCache, late_writer_cluster
 from tests.helpers.cluster import eventually
 from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons

@@ -13,8 +13,8 @@ import pytest
 from tests.faults.cells import State
 from tests.faults.fault_cluster import TOKENS, FaultCluster
 from tests.faults.stages import scene
-from tests.helpers.held_ports import held_ports
 from tests.helpers.live_rooms import all_free, http
+from tests.helpers.local_servers import held_ports
 
 STATES = (State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED, State.CLAIMED)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.load_chaos import Chaos
-from tests.faults.load_prompts import FORGED
+from tests.faults.load_cluster import FORGED, Chaos
 from tests.faults.random_load import random_load
 
 SECONDS = 20.0

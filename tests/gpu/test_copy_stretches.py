@@ -7,8 +7,7 @@ import pytest
 
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.copies import StretchCopier, copy_operations
-from tests.helpers.gpu import SMALL
-from tests.helpers.kernel_memory import DEVICE, HOST, Bytes, random_bytes
+from tests.helpers.gpu import DEVICE, HOST, SMALL, Bytes, random_bytes
 
 pytestmark = pytest.mark.gpu
 

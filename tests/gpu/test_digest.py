@@ -9,8 +9,7 @@ import pytest
 
 from kvbridge.core.ids import MemoryKind
 from kvbridge.kernels.digest import raw_checksums
-from tests.helpers.gpu import SMALL
-from tests.helpers.kernel_memory import DEVICE, HOST, Bytes, random_bytes
+from tests.helpers.gpu import DEVICE, HOST, SMALL, Bytes, random_bytes
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvbridge.kernels.cuda import runtime
-from tests.faults import late_writers
 from tests.faults.fault_cluster import Gpus
-from tests.faults.late_writer_cluster import LateWriterCluster
-from tests.faults.mutations import FREE_BY_TIMER
+from tests.faults.late_writer_cluster import FREE_BY_TIMER, WHILE_COPYING, LateWriterCluster, frozen_node
 from tests.faults.stages import ClusterCache, late_writer_cluster
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +30,7 @@ def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
     opened.clear()
 
 
-@pytest.mark.parametrize("late", late_writers.WHILE_COPYING)
+@pytest.mark.parametrize("late", WHILE_COPYING)
 def test_a_process_that_is_struck_while_copies_run(
     stages: ClusterCache[LateWriterCluster], late: Callable[[LateWriterCluster], None]
 ) -> None:
@@ -44,9 +42,7 @@ def test_a_process_that_is_struck_while_copies_run(
 
 def test_a_frozen_prefill_node_whose_worker_wakes(stages: ClusterCache[LateWriterCluster]) -> None:
     with stages.on("gpu") as stage:
-        assert late_writers.frozen_node(stage, fenced=False), (
-            "the late writer did not write: this has looked at nothing"
-        )
+        assert frozen_node(stage, fenced=False), "the late writer did not write: this has looked at nothing"
         stage.everything_given_back()
         stage.meet()
 
@@ -57,4 +53,4 @@ def test_pages_that_a_timer_freed_are_seen() -> None:
         late_writer_cluster("local", daemon_mistake=FREE_BY_TIMER, gpus=gpus()) as stage,
         pytest.raises(AssertionError, match="wrong bytes"),
     ):
-        late_writers.frozen_node(stage, fenced=False)
+        frozen_node(stage, fenced=False)

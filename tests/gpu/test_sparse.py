@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.sparse_checks import check_tables
-from tests.helpers.sparse_simulation import SparseSimulation, c4_component, settings
+from tests.helpers.sparse_simulation import SparseSimulation, c4_component, check_tables, settings
 
 pytestmark = pytest.mark.gpu
 

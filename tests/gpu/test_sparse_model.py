@@ -12,8 +12,8 @@ import torch
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.engine.adapters.transformers import SparseDecoder
 from tests.helpers import torch_pools
-from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_model import SparseModelPair, admitted
+from tests.helpers.sparse_simulation import check_tables
 
 pytestmark = pytest.mark.gpu
 

@@ -24,11 +24,10 @@ from kvbridge.transport.base import Endpoint, TransferState
 from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import wait
 from tests.helpers.connecting import connect
-from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.gpu import SMALL
 from tests.helpers.gpu_children import child
 from tests.helpers.local_transport_pair import local_transport_pair
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from kvbridge.pool.memory.gpu_memory import HostRegistration
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
-from tests.helpers.kernel_memory import DEVICE, Bytes
+from tests.helpers.gpu import DEVICE, Bytes
 from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
 from tests.helpers.twin_pools import COMBINATIONS, TwinPools
 

@@ -16,8 +16,7 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.models import preset
 from kvbridge.kernels.copies import array_at
 from kvbridge.tier.copies import Direction
-from tests.helpers.gpu import wait_value
-from tests.helpers.kernel_memory import HOST, Bytes
+from tests.helpers.gpu import HOST, Bytes, wait_value
 from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
 from tests.helpers.twin_pools import TwinPools
 

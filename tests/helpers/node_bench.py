@@ -13,8 +13,18 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import AskRestorable, Pages
-from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, PeerMessage, to_wire
-from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent
+from kvbridge.core.wire.messages import (
+    Abort,
+    Done,
+    Drained,
+    Failed,
+    Offer,
+    PeerMessage,
+    RankDescription,
+    TransportEndpoint,
+    to_wire,
+)
+from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent, WorkerHello, WorkerReady, WorkerSetup
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
@@ -23,6 +33,7 @@ from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.rooms import RoomParts
 from kvbridge.node.stored_prefixes import StoredPrefixes
+from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.tier.index import PrefixIndex
@@ -38,6 +49,7 @@ from tests.helpers.rooms import (
     PREFILL,
     PREFILL_LIMITS,
     R0,
+    R1,
     TOKENS,
     EngineVerbs,
     FakeEngines,
@@ -47,6 +59,7 @@ from tests.helpers.rooms import (
     FakeWorkers,
     RecordedEvents,
     full_amounts,
+    manifest,
     pages_in,
     pages_table,
     pick,
@@ -376,3 +389,36 @@ class KeyedDecode(DecodeBench):
     @property
     def cached(self) -> int:
         return pages_in(self.book, PageState.CACHED)
+
+
+def setup(rank: Rank) -> WorkerSetup:
+    """What a rank worker is told when it comes."""
+    return WorkerSetup(
+        geometry=GEOMETRY,
+        rank=rank,
+        pp_size=1,
+        tp_size=2,
+        layers=(0,),
+        device=(),
+        host=(),
+        transports="{}",
+        transfer_timeout_s=1.0,
+    )
+
+
+class WorkerBench:
+    """Two ranks."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[str, object]] = []
+        self.events = RecordedEvents()
+        self.workers = WorkerSet({R0: (0, 1), R1: (0, 1)}, self.events)
+        self.workers.connect(lambda link, message: self.messages.append((link, message)))
+
+    def hello(self, rank: Rank = R0, link: str = "link") -> str:
+        return self.workers.hello(link, WorkerHello(rank=rank, pid=11), setup)
+
+    def ready(self, rank: Rank = R0, **fields) -> None:
+        endpoint = TransportEndpoint(transport="local", data=b"1")
+        described = RankDescription(manifest=manifest(rank=rank, tp_size=2), endpoints=(endpoint,))
+        self.workers.ready(WorkerReady(rank=rank, pid=11, description=described, **fields))

@@ -5,9 +5,15 @@ The process gets a mount namespace in which those folders can be entered, and no
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
+
+import torch
+
+from kvbridge.engine import DecodeEngine, PrefillEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,3 +76,38 @@ def _first_closed(path: Path) -> Path | None:
         if not folder.stat().st_mode & 0o001:
             return folder
     return None
+
+
+def prefill(engine: PrefillEngine, room_id: int, tokens: int) -> None:
+    room = engine.begin(room_id, prompt_tokens=tokens)
+    for part in room.final_parts(upto=tokens):
+        part.write(torch.full(part.shape, part.layer + 1, dtype=torch.uint8))
+    room.publish(tokens)
+    room.finish()
+
+
+def decode(engine: DecodeEngine, room_id: int, *, hold: bool) -> None:
+    with engine.claim(room_id, timeout_s=30) as room:
+        seen = 0
+        for part in room.parts():
+            read = part.read()
+            assert bool((read == part.layer + 1).all()), part
+            seen += read.numel()
+        assert seen
+        if hold:
+            print("held", flush=True)
+            time.sleep(600)
+
+
+def main(job: dict) -> None:
+    kind = PrefillEngine if job["role"] == "prefill" else DecodeEngine
+    with kind.attach(job["runtime_dir"], daemon_user=job["daemon_user"]) as engine:
+        if job["role"] == "prefill":
+            prefill(engine, job["room"], job["tokens"])
+        else:
+            decode(engine, job["room"], hold=job["hold"])
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

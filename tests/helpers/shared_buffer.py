@@ -7,13 +7,18 @@ stopped.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
+from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export
 
 
 class SharedBuffer:
@@ -55,3 +60,76 @@ class SharedBuffer:
 
     def close(self) -> None:
         """Does nothing: the mapping goes with the last view of it."""
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class DeviceBuffer:
+    """`length_bytes` of zeroed device memory, or, by `opened`, another process's."""
+
+    def __init__(self, device: int, length_bytes: int, *, opened: dict[str, Any] | None = None) -> None:
+        self.device = device
+        self.length_bytes = length_bytes
+        self._stream = runtime.Stream.create(device)
+        self._give_back: Callable[[], None]
+        if opened is not None:
+            found = OpenedAllocation(CudaOrigin.model_validate_json(opened["origin"]), device=device)
+            self.address = found.extent.address + opened["offset_bytes"]
+            self._give_back = found.close
+            return
+        self.address = runtime.allocate(device, length_bytes)
+        self.fill(0)
+        self._exported = export(device, self.address)
+        self._give_back = self._free
+
+    def facts(self) -> dict[str, Any]:
+        """What `opened` takes in another process."""
+        whole = self._exported.extent
+        assert whole.origin is not None
+        return {"origin": whole.origin.model_dump_json(), "offset_bytes": self.address - whole.address}
+
+    def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
+        """Part of the buffer (all of it by default) as something to register."""
+        whole = self._exported.extent
+        return Extent(
+            address=self.address + offset_bytes,
+            length_bytes=self.length_bytes - offset_bytes if length_bytes is None else length_bytes,
+            kind=MemoryKind.VRAM,
+            device=self.device,
+            origin=whole.origin,
+            offset_bytes=self.address + offset_bytes - whole.address,
+            label=whole.label,
+        )
+
+    def read(self, offset: int = 0, length: int | None = None) -> Bytes:
+        """Return a copy of some bytes."""
+        found = np.empty(self.length_bytes - offset if length is None else length, dtype=np.uint8)
+        self._copy(int(found.ctypes.data), self.address + offset, found.nbytes)
+        return found
+
+    def write(self, content: Bytes, offset: int = 0) -> None:
+        """Replace some bytes."""
+        assert offset + content.nbytes <= self.length_bytes
+        content = np.ascontiguousarray(content)
+        self._copy(self.address + offset, int(content.ctypes.data), content.nbytes)
+
+    def fill(self, value: int, offset: int = 0, length: int | None = None) -> None:
+        """Set every byte of a part."""
+        length_bytes = self.length_bytes - offset if length is None else length
+        runtime.fill(self.device, self.address + offset, length_bytes, value, stream=self._stream.handle)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        """Give the memory back. Nobody uses it any more."""
+        self._give_back()
+        self._stream.close()
+
+    def _copy(self, destination: int, source: int, length_bytes: int) -> None:
+        if length_bytes:
+            runtime.copy(destination, source, length_bytes, device=self.device, stream=self._stream.handle)
+            self._stream.synchronize()
+
+    def _free(self) -> None:
+        self._exported.forget()
+        runtime.free(self.device, self.address)

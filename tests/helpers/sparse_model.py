@@ -24,8 +24,7 @@ from kvbridge.engine.adapters.transformers import (
 )
 from kvbridge.sparse import SparseCache
 from tests.helpers.sparse_reference import SelectedAttention, reencoding_cache
-from tests.helpers.tiny_model import load_config, prompt_tokens
-from tests.helpers.torch_pools import Form, Pools, make_pools
+from tests.helpers.torch_pools import Form, Pools, load_config, make_pools, prompt_tokens
 
 C4 = ComponentKind.C4_KV
 HOST = frozenset({C4})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +15,8 @@ from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeo
 from kvbridge.core.geometry.manifest import Region, lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Tables
+from kvbridge.demo.plan import prose
+from kvbridge.engine.adapters.transformers import forward
 from kvbridge.engine.views import PoolViews
 
 SPARE_PAGES = 3
@@ -121,3 +126,20 @@ def _table(
 ) -> PageTable:
     ids = generator.permutation(needed[space] + SPARE_PAGES)[: needed[space]].astype(np.int32)
     return PageTable(space, ids, first_window_page(geometry, prompt_tokens) if space is IndexSpace.SWA else 0)
+
+
+def load_config() -> dict[str, Any]:
+    """Its config.json."""
+    text = resources.files("kvbridge.engine.adapters").joinpath("tiny_deepseek_v4.json").read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text)
+    return config
+
+
+def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
+    """So many tokens of the prose that comes with kvbridge, from byte `offset` on."""
+    return list(prose(count, offset))
+
+
+def follow(model: Any, cache: Any, *, tokens: Sequence[int]) -> torch.Tensor:
+    """Feed given tokens one by one, those of another run: logits [steps, vocabulary]."""
+    return torch.stack([forward(model, cache, [token]) for token in tokens])

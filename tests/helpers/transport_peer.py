@@ -21,8 +21,7 @@ from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import BridgeError
 from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
-from tests.helpers.device_buffer import DeviceBuffer
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer
 
 Buffer = SharedBuffer | DeviceBuffer
 

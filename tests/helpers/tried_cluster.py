@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,20 +17,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.helpers.cluster import eventually
-from tests.helpers.held_ports import held_ports
+from tests.helpers.local_servers import held_ports
 
 SAID_S = 90.0
 END_S = 60.0
 THIS_CHECKOUT = (sys.executable, "-m", "kvbridge")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class TriedCluster:

@@ -14,7 +14,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, PageMoves
 from kvbridge.kernels.cuda import runtime
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
-from tests.helpers.kernel_memory import DEVICE, HOST, Bytes
+from tests.helpers.gpu import DEVICE, HOST, Bytes
 from tests.helpers.twin_pools import TwinPools, pages
 
 MOVES: PageMoves = {

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Role
 from kvbridge.engine.kit.attachment import NodeAttachment
@@ -57,3 +59,22 @@ def rooms_at(
         made._draw_room = iter(rooms).__next__
     made.look()
     return made
+
+
+BLOCKS, TOKENS = 7, 4
+
+
+def name_of(layer: int) -> str:
+    """What vLLM calls the cache of a layer."""
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def caches(
+    layers: range, heads: int, content: int, order: str = "LBHNC", dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Tensors [blocks, heads, tokens, content] of a rank's layers, in memory in the given order; all that they hold differs."""
+    sizes = {"L": len(layers), "B": BLOCKS, "H": heads, "N": TOKENS, "C": content}
+    memory = torch.empty([sizes[axis] for axis in order], dtype=dtype)
+    memory.view(torch.uint8).random_(0, 256)
+    logical = memory.permute([order.index(axis) for axis in "LBHNC"])
+    return {name_of(layer): logical[place] for place, layer in enumerate(layers)}

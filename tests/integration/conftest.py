@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers import shared_cluster
-from tests.helpers.live_rooms import LiveCluster
+from tests.helpers.live_rooms import LiveCluster, shared_cluster
 from tests.helpers.rank_harness import Crossing, crossing
 from tests.helpers.rank_threads import DestinationProcess
 
@@ -58,7 +57,7 @@ def rooms_of_a_failed_test(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def endpoints() -> Iterator[LiveCluster]:
     """One cluster for all tests of endpoints."""
-    with shared_cluster.shared_cluster() as running:
+    with shared_cluster() as running:
         yield running
 
 

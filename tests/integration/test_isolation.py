@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import process_state
-from tests.helpers.process_state import (
+from tests.helpers import isolation
+from tests.helpers.isolation import (
     read_helpers,
     still_there,
 )
 
 
 def test_threads_and_children_that_stay_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_state, "GRACE_S", 0.5)
+    monkeypatch.setattr(isolation, "GRACE_S", 0.5)
     before, end = read_helpers(), threading.Event()
     thread = threading.Thread(target=end.wait, name="stays")
     thread.start()

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
 from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks
-from tests.helpers.tiny_model import follow, load_config, prompt_tokens
+from tests.helpers.torch_pools import follow, load_config, prompt_tokens
 
 PAGE, CHUNK, STEPS = 256, 100, 6
 HOST = frozenset({ComponentKind.C4_KV})

@@ -25,7 +25,7 @@ from kvbridge.engine.kit.node_files import NodePlace, NodePlan
 from kvbridge.engine.kit.tensors import instance_cache, rank_cache
 from kvbridge.engine.vllm import VLLM
 from tests.helpers.cluster import eventually
-from tests.helpers.vllm_caches import TOKENS, caches
+from tests.helpers.vllm_links import TOKENS, caches
 
 R0 = Rank(pp=0, tp=0)
 LIMIT_S = 120.0

@@ -22,8 +22,7 @@ from kvbridge.engine.vllm.processes import Scheduler, Worker
 from kvbridge.engine.vllm.requests import Request
 from kvbridge.engine.vllm.stats import TransferStats, no_counts
 from tests.helpers.matrices import kept
-from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches
-from tests.helpers.vllm_links import instance
+from tests.helpers.vllm_links import BLOCKS, TOKENS, caches, instance
 
 R0 = Rank(pp=0, tp=0)
 LIMIT_S = 120.0

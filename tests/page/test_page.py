@@ -12,8 +12,8 @@ from tests.helpers.browser import Browser, browser
 from tests.helpers.cluster import eventually
 from tests.helpers.conversation import MODEL, PAGE, Conversation
 from tests.helpers.fleet import Fleet, fleet
-from tests.helpers.held_ports import held_ports
 from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster, status
+from tests.helpers.local_servers import held_ports
 
 pytestmark = pytest.mark.thorough
 

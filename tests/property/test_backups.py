@@ -21,9 +21,9 @@ from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.facts import CopyEnded
 from tests.helpers.examples import fewer
+from tests.helpers.node_bench import WorkerBench
 from tests.helpers.prefix_bench import keys
 from tests.helpers.rooms import R0, R1, RecordedEvents
-from tests.helpers.worker_sets import WorkerBench
 from tests.unit.tier.test_controller import Bench as CacheBench
 
 HOST_COPY = IndexSpace.FULL_COPY

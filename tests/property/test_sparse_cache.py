@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.helpers.examples import fewer
-from tests.helpers.sparse_checks import check_tables
-from tests.helpers.sparse_simulation import SparseSimulation
+from tests.helpers.sparse_simulation import SparseSimulation, check_tables
 from tests.helpers.sparse_simulation import settings as sparse_settings
 
 SLOTS = 3

@@ -16,7 +16,7 @@ from kvbridge.engine import __all__ as engine_names
 from kvbridge.sparse import __all__ as sparse_names
 from kvbridge.telemetry.facts import Fact
 from kvbridge.telemetry.metrics import METRICS
-from tests.helpers.config_keys import known_keys
+from tests.helpers.example_configs import known_keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -10,9 +10,18 @@ import torch
 from kvbridge.core.plan.pages import PageArray, page_copies
 from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
-from tests.bench.gpu.budgets import of_page_copies, with_budgets
-from tests.bench.gpu.memory import PAGE_BYTES, CacheFlush, device_memory, fill_random, host_memory, tensor_at
-from tests.bench.gpu.timing import event_us, graph_us
+from tests.bench.gpu.timing import (
+    PAGE_BYTES,
+    CacheFlush,
+    device_memory,
+    event_us,
+    fill_random,
+    graph_us,
+    host_memory,
+    of_page_copies,
+    tensor_at,
+    with_budgets,
+)
 
 LAYERS = 21
 LAYER_PAGES = 1024

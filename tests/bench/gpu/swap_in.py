@@ -15,18 +15,6 @@ from typing import Any
 import torch
 
 from kvbridge.kernels.swap_in_device import CudaSwapIn
-from tests.bench.gpu import bare
-from tests.bench.gpu.budgets import of_swap_ins, with_budgets
-from tests.bench.gpu.memory import (
-    PAGE_BYTES,
-    ROW_BYTES,
-    SLOTS,
-    CacheFlush,
-    device_memory,
-    fill_random,
-    host_memory,
-    tensor_at,
-)
 from tests.bench.gpu.swap_in_model import (
     MOST_BATCH,
     POOL_PAGES,
@@ -38,7 +26,20 @@ from tests.bench.gpu.swap_in_model import (
     misses_of,
     wrong_bytes,
 )
-from tests.bench.gpu.timing import graph_us
+from tests.bench.gpu.timing import (
+    GATHER_SHAPES,
+    PAGE_BYTES,
+    ROW_BYTES,
+    SLOTS,
+    CacheFlush,
+    device_memory,
+    fill_random,
+    graph_us,
+    host_memory,
+    of_swap_ins,
+    tensor_at,
+    with_budgets,
+)
 
 FULL = (((4096, (512, 1024, 2048)), (1024, (512,))), (1, 4, 16, 64, MOST_BATCH), (0, 2, 10, 50, 100))
 QUICK = (((4096, (512,)),), (1, 16, 64), (0, 2, 100))
@@ -132,7 +133,7 @@ class SwapInBench:
         """Return microseconds of the bare gather of the same rows, in each of its shapes."""
         now = torch.empty_like(selections.source_rows[0])
         took_us = []
-        for shape in bare.GATHER_SHAPES:
+        for shape in GATHER_SHAPES:
 
             def gathers(shape: tuple[int, int] = shape) -> None:
                 for layer in range(layers):

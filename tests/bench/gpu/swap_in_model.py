@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from kvbridge.kernels.swap_in import LayerMemory, Step, SwapInShape, SwapInState
-from tests.bench.gpu import bare
-from tests.bench.gpu.memory import PAGE_BYTES, ROW_BYTES, SLOTS, row_words
+from tests.bench.gpu.timing import GATHER_SHAPES, PAGE_BYTES, ROW_BYTES, SLOTS, Gather, row_words
 
 ROWS = 32_768
 """Rows of a request: 128k tokens."""
@@ -155,10 +154,10 @@ class SwapInModel:
             target.int().reshape(layers, -1).contiguous(),
         )
 
-    def gather(self, selections: Selections, layer: int, source_rows: torch.Tensor) -> bare.Gather:
+    def gather(self, selections: Selections, layer: int, source_rows: torch.Tensor) -> Gather:
         """The bare gather of a layer's missing rows; `source_rows` [layers, n] is where they are listed."""
         memory = self.memory[layer]
-        return bare.Gather(
+        return Gather(
             source_rows=source_rows[layer].data_ptr(),
             target_rows=selections.target_rows[layer].data_ptr(),
             count=source_rows.shape[1],
@@ -176,7 +175,7 @@ class SwapInModel:
             rows = self._order[layer, :, : self.hot_rows]
             source = (torch.gather(page_ids, 1, rows // SLOTS) * SLOTS + rows % SLOTS).int().flatten().contiguous()
             memory = self.memory[layer]
-            filling = bare.Gather(
+            filling = Gather(
                 source_rows=source.data_ptr(),
                 target_rows=places.data_ptr(),
                 count=len(places),
@@ -184,7 +183,7 @@ class SwapInModel:
                 target=memory.hot_address,
                 page_bytes=PAGE_BYTES,
             )
-            filling.launch(self._where.index, stream, bare.GATHER_SHAPES[0])
+            filling.launch(self._where.index, stream, GATHER_SHAPES[0])
             torch.cuda.synchronize(self._where)  # `source` must live until then
 
     # --------------------------------------------------------------------------------------- inside

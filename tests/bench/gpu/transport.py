@@ -31,8 +31,15 @@ from kvbridge.transport.base import Endpoint, Transfer, TransferState
 from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.transport.registry import create_transport
 from kvbridge.worker.rank import Pauses
-from tests.bench.gpu.budgets import of_transport, with_budgets
-from tests.bench.gpu.memory import PAGE_BYTES, device_memory, fill_random, host_memory, tensor_at
+from tests.bench.gpu.timing import (
+    PAGE_BYTES,
+    device_memory,
+    fill_random,
+    host_memory,
+    of_transport,
+    tensor_at,
+    with_budgets,
+)
 from tests.helpers.connecting import connect
 from tests.helpers.gpu_children import Child, child
 

@@ -26,7 +26,7 @@ from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import ConfigError, ConflictError, InvalidInputError
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER, Envelope
 from kvbridge.core.wire.messages import Drained, Heartbeat
-from tests.helpers.held_ports import held_ports
+from tests.helpers.local_servers import held_ports
 
 pytestmark = pytest.mark.asyncio
 

@@ -29,9 +29,8 @@ from kvbridge.core.wire.messages import (
 )
 from tests.helpers.cluster import eventually
 from tests.helpers.later_release import LaterCodec
-from tests.helpers.live_rooms import LiveCluster, ends, http, metric, refuses, report, status
+from tests.helpers.live_rooms import FULL_PAGES, LiveCluster, ends, http, metric, refuses, report, status
 from tests.helpers.raw_peers import RawDecode, raw_prefill
-from tests.helpers.shared_cluster import FULL_PAGES
 from tests.integration.endpoints.rooms import RANK, TOKENS, admitted, welcomed
 
 

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, metric, report
-from tests.helpers.shared_cluster import FULL_PAGES, HOST_PAGES, REQUEST_PAGES
+from tests.helpers.live_rooms import (
+    FULL_PAGES,
+    HOST_PAGES,
+    REQUEST_PAGES,
+    LiveCluster,
+    all_free,
+    busy_pages,
+    ends,
+    http,
+    metric,
+    report,
+)
 
 TOKENS = 700
 

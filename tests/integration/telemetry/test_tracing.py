@@ -17,7 +17,7 @@ from kvbridge.telemetry.metrics import SPANS
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import Span
 from kvbridge.telemetry.tracing import SpanExport, parse_headers
-from tests.helpers.held_ports import held_ports
+from tests.helpers.local_servers import held_ports
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.span_collector import Collector, span_collector
 

@@ -23,7 +23,7 @@ from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, 
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
-from tests.helpers.held_ports import held_ports
+from tests.helpers.local_servers import held_ports
 
 pytestmark = pytest.mark.asyncio
 

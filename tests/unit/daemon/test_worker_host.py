@@ -27,8 +27,8 @@ from kvbridge.daemon.worker_host import WorkerHost
 from kvbridge.node.workers import WorkerState
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream, Fact, FrameRefused
+from tests.helpers.node_bench import setup
 from tests.helpers.rooms import R0, R1, manifest
-from tests.helpers.worker_sets import setup
 
 LIMIT_S = 15.0
 REVOKED = EndpointsRevoked(rank=R0, before_epoch=1)

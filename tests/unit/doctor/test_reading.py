@@ -20,7 +20,7 @@ from kvbridge.doctor.findings import Needs, Port, needs_of
 from kvbridge.doctor.memory import read_memory, read_process
 from kvbridge.doctor.network import RdmaPort, read_interfaces, read_network, read_rdma
 from kvbridge.doctor.reach import Asking
-from tests.helpers.held_ports import held_ports
+from tests.helpers.local_servers import held_ports
 
 pytestmark = pytest.mark.outside
 

@@ -34,7 +34,7 @@ from kvbridge.engine.kit.node_files import (
 )
 from kvbridge.engine.kit.tensors import instance_cache, rank_cache
 from kvbridge.engine.vllm import VLLM
-from tests.helpers.vllm_caches import TOKENS, caches
+from tests.helpers.vllm_links import TOKENS, caches
 
 ENGINE = "0a3c5f52-9c7e-4d0e-8a35-1d1f3e1f7a11_dp0"
 RANKS = [Rank(pp=pp, tp=tp) for pp in range(2) for tp in range(2)]

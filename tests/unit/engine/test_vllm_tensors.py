@@ -28,7 +28,7 @@ from kvbridge.engine.kit.tensors import (
 from kvbridge.engine.vllm import VLLM
 from kvbridge.pool.memory.layout import RankPart
 from kvbridge.pool.memory.pools import MemoryPool
-from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches, name_of
+from tests.helpers.vllm_links import BLOCKS, TOKENS, caches, name_of
 
 LAYERS = 4
 HND, NHD, BLOCKS_OUTERMOST = "LBHNC", "LBNHC", "BLHNC"

@@ -10,8 +10,8 @@ from kvbridge.core.wire.messages import Heartbeat
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.core.wire.worker_messages import Shutdown, TransportsNotBuilt, WorkerFailed, WorkerProgress
 from kvbridge.telemetry.facts import MemoryRegistered, SuccessorsFailed
+from tests.helpers.node_bench import WorkerBench, setup
 from tests.helpers.rooms import R0, R1, manifest
-from tests.helpers.worker_sets import WorkerBench, setup
 
 STRANGE = Rank(pp=3, tp=0)
 

@@ -14,8 +14,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
 from kvbridge.sparse import SparseCache
-from tests.helpers.sparse_checks import check_tables
-from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
+from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, check_tables, settings
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.plan.pages import NO_BORDERS, PageArray, page_copies
 from kvbridge.kernels.copies import ProcessorCopier
-from tests.helpers.kernel_memory import Form, random_bytes
+from tests.helpers.gpu import Form, random_bytes
 
 FORMS = st.builds(
     Form,

@@ -17,7 +17,7 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
 from kvbridge.transport.local.gpu import STREAM_SLICES, DeviceCopier, Route, Way
 from kvbridge.transport.local.memory import DeviceAccess
-from tests.helpers.fake_streams import FakeStream
+from tests.helpers.fake_cuda import FakeStream
 from tests.helpers.manual_clock import ManualClock
 
 SIZE = 64
