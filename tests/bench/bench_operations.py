@@ -31,7 +31,7 @@ from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent
 from tests.bench.bench_transport import as_lists, nixl_request, through_kvbridge
 from tests.bench.output import spread
 from tests.bench.output import table as text
-from tests.helpers.connecting import connect
+from tests.helpers.shared_buffer import connect
 
 OPERATIONS = 10_000
 OPERATION_BYTES = 37_440

@@ -20,8 +20,8 @@ from kvbridge.engine.prefill import PrefillEngine
 from tests.bench.output import percentile
 from tests.bench.output import table as text
 from tests.helpers.cluster import Cluster, cluster
+from tests.helpers.live_rooms import write
 from tests.helpers.rank_harness import Case
-from tests.helpers.whole_rooms import write
 
 PROMPT_TOKENS = 256
 WARM_UP = 20

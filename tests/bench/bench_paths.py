@@ -25,11 +25,9 @@ from kvbridge.engine.prefill import PrefillEngine
 from tests.bench.output import spread
 from tests.bench.output import table as text
 from tests.helpers import synthetic
-from tests.helpers.cluster import Cluster, cluster, eventually
+from tests.helpers.cluster import Cluster, cluster, eventually, mutated
 from tests.helpers.cut_paths import CutSettings, cut_worker
-from tests.helpers.live_rooms import status
-from tests.helpers.mutated_daemon import mutated
-from tests.helpers.whole_rooms import check_rows
+from tests.helpers.live_rooms import check_rows, status
 
 MODEL = "deepseek-v4-flash"
 TOKENS = 131_072

@@ -29,8 +29,7 @@ from kvbridge.transport.base import Peer, TransferState, Transport
 from tests.bench.output import spread
 from tests.bench.output import table as text
 from tests.contract.harness import Backend, PeerProcess
-from tests.helpers.connecting import connect
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.helpers.shared_buffer import SharedBuffer, connect
 
 MIB = 1 << 20
 BUDGET = 0.95

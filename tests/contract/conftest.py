@@ -11,8 +11,8 @@ import pytest
 
 from kvbridge.transport.base import Transport
 from tests.contract.harness import BACKENDS, DEVICE_BACKENDS, Backend, Pair, PeerProcess, require_library
-from tests.helpers.connecting import connect
 from tests.helpers.gpu import skip_without_device
+from tests.helpers.shared_buffer import connect
 
 MIB = 1 << 20
 BUFFER_BYTES = 24 * MIB

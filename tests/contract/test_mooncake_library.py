@@ -30,8 +30,8 @@ from kvbridge.transport.mooncake.transport import MooncakePeer, MooncakeTranspor
 from kvbridge.transport.windowed import WindowLimits
 from tests.contract.conftest import BUFFER_BYTES, MIB
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, require_library, wait
-from tests.helpers.connecting import connect
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.shared_buffer import connect
 
 TCP, RDMA = MooncakeProtocol.TCP, MooncakeProtocol.RDMA
 QUIET, NOT_QUIET = TransferState.FAILED_QUIET, TransferState.FAILED_NOT_QUIET

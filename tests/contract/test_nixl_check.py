@@ -19,7 +19,7 @@ from kvbridge.transport.nixl.check import PeerCheck
 from kvbridge.transport.nixl.peers import NixlEndpoint
 from kvbridge.transport.nixl.transport import NixlTransport
 from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
-from tests.helpers.connecting import connect
+from tests.helpers.shared_buffer import connect
 
 POOL_BYTES = 1 << 20
 MUTATIONS, SEED = 25, 2

@@ -14,8 +14,7 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus, Transport
 from tests.contract.conftest import MIB
 from tests.contract.harness import BACKENDS, Backend, Pair, PeerProcess, any_memory, wait, wait_all
-from tests.helpers.connecting import connect
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.helpers.shared_buffer import SharedBuffer, connect
 
 DONE = TransferStatus(TransferState.DONE)
 

@@ -20,7 +20,7 @@ from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus, Transport
 from tests.contract.conftest import BUFFER_BYTES, MIB
 from tests.contract.harness import Backend, Pair, PeerProcess, any_local_memory, any_memory, wait
-from tests.helpers.connecting import connect
+from tests.helpers.shared_buffer import connect
 
 LEFT_OUT = ("faulty",)
 """It fails as what it wraps."""

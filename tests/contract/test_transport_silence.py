@@ -19,7 +19,7 @@ from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState
 from kvbridge.transport.mooncake.transport import MooncakeEndpoint
 from kvbridge.transport.registry import create_transport
 from tests.contract.harness import BACKENDS, MOONCAKE, Backend, Pair, PeerProcess, wait
-from tests.helpers.connecting import connect
+from tests.helpers.shared_buffer import connect
 
 LEFT_OUT = ("faulty",)
 """It connects as what it wraps."""

@@ -24,9 +24,9 @@ import psutil
 from kvbridge.cli.local_cluster import Cluster, DaemonProcess, daemon_config, plan_cluster
 from kvbridge.core.errors import DetachedError, PeerError
 from kvbridge.core.ids import Role
+from tests.helpers.cluster import mutated
 from tests.helpers.cut_paths import CutSettings, cut_worker
 from tests.helpers.live_rooms import http, status
-from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
 from tests.helpers.prompts import TIER, Keyed
 

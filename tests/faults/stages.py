@@ -18,9 +18,9 @@ from kvbridge.core.ids import Role
 from tests.faults.cells import HEARTBEAT_S, PEER_SILENCE_S, WORKER_SILENCE_S
 from tests.faults.fault_cluster import DEVICE_PAGES, HOST_PAGES, FaultCluster, Gpus, Settings
 from tests.faults.late_writer_cluster import MODEL, PAGES, SHARED_BY_LATE_TOKENS, LateWriterCluster
+from tests.helpers.cluster import mutated
 from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.gated_copies import Gate, gated_worker
-from tests.helpers.mutated_daemon import mutated
 from tests.helpers.prompts import TIER
 
 TIMEOUTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from tests.faults.fault_cluster import TOKENS, FaultCluster
 from tests.faults.stages import scene
 from tests.helpers.cluster import eventually, live_rows_only
-from tests.helpers.live_rooms import all_free, http, status
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
 
 INNERS = ["local", "mooncake", "nixl"]
 OPERATIONS = 30
@@ -85,3 +85,51 @@ def test_transfers_that_never_say_that_they_are_done(inner: str) -> None:
         for daemon in stage.nodes:
             assert http("GET", daemon, "/ready").status_code == 200
             assert not status(daemon)["quarantine"]
+
+
+VERIFIED_TOKENS = 1_000
+SILENCE_S = 8.0
+PATIENT = {
+    "integrity": {"digest": "crc32c"},
+    "timeouts": {"control_heartbeat_s": 0.25, "worker_silence_s": SILENCE_S, "verify_s": 30.0},
+}
+
+
+@contextmanager
+def verifying() -> Iterator[tuple[LiveCluster, int, Callable[[], None]]]:
+    """A cluster, a room that is to be verified, and what lets its verification begin."""
+    with live_cluster(decode=PATIENT, prefill={"timeouts": {"control_heartbeat_s": 0.25}}) as live:
+        assert live.reader is not None
+        live.serves()
+        room = live.pair(VERIFIED_TOKENS)
+        live.write(room, VERIFIED_TOKENS, 0, 500)
+        eventually("some of it arrived", lambda: report(live.prefill, room)["state"] == "transferring")
+        worker = int(status(live.decode)["ranks"][0]["pid"])
+        os.kill(worker, signal.SIGSTOP)
+        live.write(room, VERIFIED_TOKENS, 500, VERIFIED_TOKENS)
+        live.begun[room].finish()
+        assert ends(live.prefill, room, "completed") == ""
+        assert report(live.decode, room)["state"] == "transferring"
+        yield live, room, lambda: os.kill(worker, signal.SIGCONT)
+
+
+@pytest.mark.faults_short
+def test_the_death_of_prefill_does_not_matter_any_more() -> None:
+    with verifying() as (live, room, go_on):
+        live.prefill.kill()
+        eventually("prefill is missed", lambda: not status(live.decode)["peers"])
+        go_on()
+        live.read(room, VERIFIED_TOKENS).release()
+        all_free(live.decode)
+        assert status(live.decode)["fence"]["epoch"] == 0, "nothing was left to be shut out"
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen for too long"])
+def test_a_worker_that_is_lost_fails_the_room(how: str) -> None:
+    with verifying() as (live, room, _):
+        if how == "killed":
+            os.kill(int(status(live.decode)["ranks"][0]["pid"]), signal.SIGKILL)
+        assert "rank worker pp0.tp0 of the decode node died" in ends(live.decode, room, "failed", "worker_gone")
+        all_free(live.decode)
+        live.decode.wait_ready()
+        live.serves()

@@ -27,7 +27,7 @@ from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState, T
 from kvbridge.transport.nixl.check import PeerCheck
 from kvbridge.transport.nixl.peers import NixlEndpoint
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, wait
-from tests.helpers.connecting import connect
+from tests.helpers.shared_buffer import connect
 
 POOL_BYTES = 1 << 20
 AT_ONCE = 4

@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.kernels.cuda import runtime
 from tests.helpers.gpu import skip_without_device
-from tests.helpers.twin_gpu import Streams
+from tests.helpers.twin_pools import Streams
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

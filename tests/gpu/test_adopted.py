@@ -20,13 +20,12 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.pool.memory.layout import RankPart
 from tests.gpu.test_cuda_daemons import all_free, on_devices
-from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.cluster import DaemonProcess, eventually, mutated
 from tests.helpers.gated_copies import Gate, gated_worker
 from tests.helpers.gpu_children import child
-from tests.helpers.mutated_daemon import mutated
+from tests.helpers.live_rooms import CLAIM_S, check_rows, nodes, write
 from tests.helpers.rank_harness import Case, Setting, draw_tables
 from tests.helpers.rank_pools import Form, Ranks
-from tests.helpers.whole_rooms import CLAIM_S, check_rows, nodes, write
 
 pytestmark = pytest.mark.gpu
 TINY = preset("tiny-v4")

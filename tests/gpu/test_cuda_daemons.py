@@ -26,9 +26,8 @@ from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
-from tests.helpers.live_rooms import status
+from tests.helpers.live_rooms import CLAIM_S, check_rows, cross, nodes, status
 from tests.helpers.rank_harness import Case
-from tests.helpers.whole_rooms import CLAIM_S, check_rows, cross, nodes
 
 pytestmark = pytest.mark.gpu
 TINY = preset("tiny-v4")

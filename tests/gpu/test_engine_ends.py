@@ -20,8 +20,8 @@ from kvbridge.engine.prefill import PrefillEngine
 from tests.gpu.test_cuda_daemons import all_free, on_devices
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.gpu_children import child, count_up, count_up_claimed, counter_of
+from tests.helpers.live_rooms import nodes, write
 from tests.helpers.rank_harness import Case
-from tests.helpers.whole_rooms import nodes, write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 TOKENS = 300

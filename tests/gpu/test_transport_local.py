@@ -23,11 +23,10 @@ from kvbridge.pool.memory import gpu_memory
 from kvbridge.transport.base import Endpoint, TransferState
 from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import wait
-from tests.helpers.connecting import connect
 from tests.helpers.gpu import SMALL
 from tests.helpers.gpu_children import child
 from tests.helpers.local_transport_pair import local_transport_pair
-from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer
+from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer, connect
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,7 @@ from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 from tests.helpers.gpu import DEVICE, Bytes
-from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
-from tests.helpers.twin_pools import COMBINATIONS, TwinPools
+from tests.helpers.twin_pools import COMBINATIONS, MOVES, Streams, TwinPools, on_gpu, reached
 
 pytestmark = pytest.mark.gpu
 TINY, GQA = preset("tiny-v4"), preset("tiny-gqa")

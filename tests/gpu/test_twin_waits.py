@@ -17,8 +17,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.kernels.copies import array_at
 from kvbridge.tier.copies import Direction
 from tests.helpers.gpu import HOST, Bytes, wait_value
-from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
-from tests.helpers.twin_pools import TwinPools
+from tests.helpers.twin_pools import MOVES, Streams, TwinPools, on_gpu, reached
 
 pytestmark = pytest.mark.gpu
 TINY = preset("tiny-v4")

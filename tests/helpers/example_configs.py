@@ -19,11 +19,6 @@ def example_configs() -> dict[str, str]:
     return cluster.files(complete=True)
 
 
-if __name__ == "__main__":
-    for name, text in example_configs().items():
-        (CONFIGS / name).write_text(text)
-
-
 def known_keys() -> set[str]:
     """Return the keys of all roles, also of sections that are null by default."""
     found: set[str] = set()
@@ -41,3 +36,8 @@ def _keys(part: dict[str, Any], definitions: dict[str, Any], above: str) -> Iter
     for name, below in part.get("properties", {}).items():
         yield f"{above}{name}"
         yield from _keys(below, definitions, f"{above}{name}.")
+
+
+if __name__ == "__main__":
+    for name, text in example_configs().items():
+        (CONFIGS / name).write_text(text)

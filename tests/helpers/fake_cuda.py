@@ -16,11 +16,14 @@ from contextlib import contextmanager
 import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory import gpu_memory, stream_points
 from kvbridge.pool.memory.gpu_memory import Allocation, HeldThings, ProcessAllocations
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.transport.local.gpu import Route, Way
 
 
@@ -236,3 +239,15 @@ class FakeStream:
     def require_health(self) -> None:
         if self.broken:
             raise TransportError("CUDA: an illegal memory access was encountered")
+
+
+def page_address(region: Region, page: int) -> int:
+    """Where a page begins."""
+    assert 0 <= page < region.page_count
+    extent, within = divmod(page, region.pages_per_extent)
+    return region.extent_addresses[extent] + within * region.page_stride_bytes
+
+
+def region_of(pool: MemoryPool, component: ComponentKind, layer: int) -> Region:
+    """The pool's region of one component of one layer."""
+    return next(one for one in pool.regions() if (one.component, one.layer) == (component, layer))

@@ -22,8 +22,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Peer, TransferState, Transport
 from tests.contract.harness import Backend, Buffer, PeerProcess
-from tests.helpers.connecting import connect
-from tests.helpers.shared_buffer import DeviceBuffer
+from tests.helpers.shared_buffer import DeviceBuffer, connect
 
 PAGE_BYTES = 37_440
 LAYERS = 21

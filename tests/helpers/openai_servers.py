@@ -10,8 +10,9 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.server import HttpServer
-from tests.helpers.connection_limits import limits
+from kvbridge.telemetry.logs import Seldom
 
 WAIT_S = 60.0
 ADDRESSES = [{"endpoint": "tcp://10.0.0.7:7801", "public_key": ""}]
@@ -213,3 +214,8 @@ async def _respond(
 async def _closed(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def limits(*, request_s: float = 10.0, connections: int = 2_048) -> ConnectionLimits:
+    """Return limits that few tests meet, or these."""
+    return ConnectionLimits(request_s=request_s, connections=connections, seldom=Seldom(lambda _event: None))

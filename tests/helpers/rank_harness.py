@@ -29,8 +29,7 @@ from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from tests.helpers import synthetic
-from tests.helpers.rank_pools import Form, NodePools, Ranks
-from tests.helpers.rank_threads import DestinationProcess, WorkerThread, stop_all
+from tests.helpers.rank_pools import DestinationProcess, Form, NodePools, Ranks, WorkerThread, stop_all
 from tests.helpers.rooms import all_rows, lane_rows
 
 SOURCE_COLOUR, CANARY = 0, 0xC5

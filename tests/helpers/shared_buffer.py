@@ -7,6 +7,7 @@ stopped.
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export
+from kvbridge.transport.base import Endpoint, Peer, Transport
 
 
 class SharedBuffer:
@@ -133,3 +135,18 @@ class DeviceBuffer:
     def _free(self) -> None:
         self._exported.forget()
         runtime.free(self.device, self.address)
+
+
+LIMIT_S = 30.0
+PAUSE_S = 0.0005
+
+
+def connect(transport: Transport, endpoint: Endpoint) -> Peer:
+    """Poll the connection until there is a peer; raises what it raises, and TimeoutError after `LIMIT_S`."""
+    connection = transport.connect(endpoint)
+    ends_at_s = time.monotonic() + LIMIT_S
+    while (peer := connection.poll()) is None:
+        if time.monotonic() >= ends_at_s:
+            raise TimeoutError(f"{transport!r} is still connecting after {LIMIT_S} s")
+        time.sleep(PAUSE_S)
+    return peer

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import product
 from typing import Self
 
@@ -16,10 +19,12 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.geometry.tiers import copied_components, copy_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank
+from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, twin_placement
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier, Shares
+from tests.helpers.gpu import DEVICE, HOST, Bytes
 
-Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[np.uint8]
 PAGES = {IndexSpace.FULL: 12, IndexSpace.SWA: 6, IndexSpace.REQUEST: 2}
 TWIN_PAGES = {IndexSpace.FULL_COPY: 10, IndexSpace.SWA_COPY: 5}
 
@@ -64,10 +69,10 @@ class TwinPools:
             geometry, self.parts, self.components, page_counts=TWIN_PAGES, layout=layout, chunking=chunking
         )
         made.append(self._make(twins))
-        self.memory: list[list[Bytes]] = [memory for _, memory in made]
+        self.memory: list[list[Array]] = [memory for _, memory in made]
         self.regions: list[tuple[Region, ...]] = [regions for regions, _ in made]
 
-    def _make(self, placement: Placement) -> tuple[tuple[Region, ...], list[Bytes]]:
+    def _make(self, placement: Placement) -> tuple[tuple[Region, ...], list[Array]]:
         self.placements.append(placement)
         memory = [self._random.integers(1, 256, mapping.length_bytes, dtype=np.uint8) for mapping in placement.mappings]
         aligned = [np.zeros(len(each) + 64, dtype=np.uint8) for each in memory]
@@ -106,11 +111,11 @@ class TwinPools:
                         for page in range(region.page_count):
                             page_bytes(self._in(rank), region, page)[:] = page_bytes(self._in(earlier), other, page)
 
-    def content(self) -> list[list[Bytes]]:
+    def content(self) -> list[list[Array]]:
         """All bytes."""
         return [[each.copy() for each in memory] for memory in self.memory]
 
-    def compare(self, expected: list[list[Bytes]]) -> None:
+    def compare(self, expected: list[list[Array]]) -> None:
         """Every byte of all pools is as expected."""
         for found, wanted in zip(self.memory, expected, strict=True):
             for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
@@ -119,7 +124,7 @@ class TwinPools:
 
     def expected(
         self, moves: PageMoves, direction: Direction, *, ranks: Sequence[int] | None = None
-    ) -> list[list[Bytes]]:
+    ) -> list[list[Array]]:
         """All bytes once every rank has copied, computed a row at a time and without anything that copies in the product."""
         content = self.content()
         for rank in ranks if ranks is not None else range(len(self.parts)):
@@ -130,7 +135,7 @@ class TwinPools:
 
     def _expect(
         self,
-        content: list[list[Bytes]],
+        content: list[list[Array]],
         rank: int,
         region: Region,
         ids: tuple[PageIdArray, PageIdArray],
@@ -159,7 +164,7 @@ class TwinPools:
     def _region(self, rank: int, like: Region) -> Region:
         return next(each for each in self.regions[rank] if (each.component, each.layer) == (like.component, like.layer))
 
-    def _in(self, rank: int, content: list[Bytes] | None = None) -> list[tuple[int, Bytes]]:
+    def _in(self, rank: int, content: list[Array] | None = None) -> list[tuple[int, Array]]:
         """Memory by the address at which the pool has it."""
         return [
             (real.ctypes.data, each)
@@ -196,7 +201,7 @@ def kept_at(kept: npt.NDArray[np.bool_], component: Component, region: Region) -
     return chosen
 
 
-def page_bytes(memory: list[tuple[int, Bytes]], region: Region, page: int) -> Bytes:
+def page_bytes(memory: list[tuple[int, Array]], region: Region, page: int) -> Array:
     """Return the bytes of a page of a region, to be written in place."""
     extent, within = divmod(page, region.pages_per_extent)
     address = region.extent_addresses[extent] + within * region.page_stride_bytes
@@ -204,3 +209,62 @@ def page_bytes(memory: list[tuple[int, Bytes]], region: Region, page: int) -> By
         if start <= address < start + len(content):
             return content[address - start : address - start + region.page_bytes]
     raise AssertionError(f"page {page} of {region.label} is nowhere")
+
+
+MOVES: PageMoves = {
+    IndexSpace.FULL: (pages(7, 0, 3, 4, 5), pages(2, 9, 5, 6, 7)),
+    IndexSpace.SWA: (pages(1, 4), pages(3, 0)),
+}
+PATIENCE_S = 10.0
+
+
+class Gpu:
+    """The pools of one rank and its node's twins, as a GPU has them."""
+
+    def __init__(self, pools: TwinPools, device: int, rank: int, stack: ExitStack) -> None:
+        self.pools, self.device, self.rank = pools, device, rank
+        self.sides = [
+            [stack.enter_context(Bytes(kind, each, device)) for each in pools.memory[which]]
+            for kind, which in ((DEVICE, rank), (HOST, -1))
+        ]
+        self.regions: list[tuple[Region, ...]] = [
+            pools.placements[which].regions_at([each.address for each in side])
+            for which, side in zip((rank, -1), self.sides, strict=True)
+        ]
+
+    def copier(self, direction: Direction, backend: CopyBackend = CopyBackend.KERNEL, blocks: int = 8) -> HostCopier:
+        means = CopyMeans(backend, self.device, blocks)
+        return HostCopier(self.pools.geometry, *self.regions, direction=direction, means=means)
+
+    def compare(self, expected: list[list[np.ndarray]]) -> None:
+        for side, which in zip(self.sides, (self.rank, -1), strict=True):
+            for found, wanted in zip(side, expected[which], strict=True):
+                assert np.array_equal(found.read(), wanted)
+
+
+@contextmanager
+def on_gpu(pools: TwinPools, device: int, rank: int = 0) -> Iterator[Gpu]:
+    with ExitStack() as stack:
+        yield Gpu(pools, device, rank, stack)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Made one after another, so that none of them shares a hardware queue with one that is held."""
+
+    main: runtime.Stream
+    other: runtime.Stream
+    later: runtime.Stream
+
+    @classmethod
+    @contextmanager
+    def on(cls, device: int) -> Iterator[Streams]:
+        with ExitStack() as stack:
+            yield cls(*(stack.enter_context(runtime.Stream.create(device)) for _ in range(3)))
+
+
+def reached(stream: runtime.Stream) -> None:
+    """Wait for a stream, but not for ever."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not stream.idle():
+        assert time.monotonic() < deadline, "a stream still waits"

@@ -11,7 +11,7 @@ import pytest
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.live_rooms import LiveCluster, shared_cluster
 from tests.helpers.rank_harness import Crossing, crossing
-from tests.helpers.rank_threads import DestinationProcess
+from tests.helpers.rank_pools import DestinationProcess
 
 
 @pytest.fixture(scope="session")

@@ -27,11 +27,10 @@ from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import Cluster, cluster, eventually, live_rows_only
-from tests.helpers.live_rooms import ends, live_cluster, metric, report
+from tests.helpers.live_rooms import check_rows, ends, live_cluster, metric, report, write
 from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables
 from tests.helpers.rank_pools import Canvas, Form, Ranks
-from tests.helpers.whole_rooms import check_rows, write
 
 TINY = preset("tiny-v4")
 FULL, SWA, REQUEST, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST

@@ -28,12 +28,11 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
-from tests.helpers.live_rooms import all_free, busy_pages, ends, http
+from tests.helpers.live_rooms import all_free, busy_pages, check_rows, cross, ends, http, nodes, write
 from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import Case
 from tests.helpers.stand_in_cuda import cuda_stand_in
 from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons
-from tests.helpers.whole_rooms import check_rows, cross, nodes, write
 
 WAIT_S = 30.0
 CASES = (Case(700), Case(3, (2,)), Case(130, (57,), by_layer=True), Case(1023, (333, 777)))

@@ -19,13 +19,11 @@ from kvbridge.core.errors import ConflictError, RoomFailedError
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers.cluster import Cluster, cluster, eventually
+from tests.helpers.cluster import Cluster, cluster, eventually, mutated
 from tests.helpers.cut_paths import CutSettings, cut_worker
-from tests.helpers.live_rooms import all_free, ends, http, metric, status
+from tests.helpers.live_rooms import all_free, check_rows, ends, http, metric, status, write
 from tests.helpers.matrices import kept
-from tests.helpers.mutated_daemon import mutated
 from tests.helpers.rank_harness import Case
-from tests.helpers.whole_rooms import check_rows, write
 
 RANK = "pp0.tp0"
 CASE = Case(20_000)

@@ -11,8 +11,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from tests.helpers.rank_harness import Case, Setting, crossing
-from tests.helpers.rank_pools import Form, Ranks
-from tests.helpers.rank_threads import DestinationProcess
+from tests.helpers.rank_pools import DestinationProcess, Form, Ranks
 
 SETTING = Setting(
     preset("tiny-v4"),

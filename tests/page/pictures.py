@@ -5,11 +5,19 @@ Real daemons with rooms of every kind, and bootstrap with 200 instances that onl
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from tests.helpers.browser import Browser, browser
+import axe_core_python
+import pytest
+
 from tests.helpers.fleet import fleet
 from tests.helpers.live_rooms import LiveCluster, http, live_cluster
 
@@ -78,6 +86,111 @@ def show(tab: Browser, url: str, seconds: float) -> None:
     tab.open(url)
     tab.live()
     time.sleep(seconds)
+
+
+LOAD_S = 20.0
+AXE = Path(axe_core_python.__file__).with_name("axe.min.js")
+
+
+class Browser:
+    """One tab. Errors of the console are collected until they are asked for."""
+
+    def __init__(self, driver: Any) -> None:
+        self.driver = driver
+
+    def size(self, width: int, height: int = 900, *, dark: bool = False) -> None:
+        """Be a screen of so many CSS pixels, light or dark; a narrow one is a phone, with its viewport."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1.0, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        still = {
+            "name": "prefers-reduced-motion",
+            "value": "reduce",
+        }  # many pages share the processor of a test machine
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature, still]})
+
+    def open(self, url: str) -> None:
+        self.driver.get(url)
+
+    def js(self, script: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(script, *arguments)
+
+    def text(self, selector: str) -> str:
+        """What a reader sees of an element; empty when there is none."""
+        return str(
+            self.js(
+                "return document.querySelector(arguments[0])?.innerText ?? document.querySelector(arguments[0])?.textContent ?? ''",
+                selector,
+            )
+        )
+
+    def texts(self, selector: str) -> list[str]:
+        return list(self.js("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector))
+
+    def press(self, *keys: str) -> None:
+        """Press keys one after another, wherever the focus is."""
+        from selenium.webdriver.common.action_chains import ActionChains
+
+        for key in keys:
+            ActionChains(self.driver).send_keys(key).perform()
+
+    def focused(self) -> str:
+        """Name the element that has the focus, as a screen reader would."""
+        script = """
+          const e = document.activeElement;
+          return `${e.tagName.toLowerCase()} ${e.getAttribute('aria-label') || e.innerText || e.id}`.trim()"""
+        return str(self.js(script))
+
+    def until(self, what: str, look: Callable[[], Any], timeout_s: float = LOAD_S) -> Any:
+        """Return the first true value of `look`, or fail with what the page shows."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            if found := look():
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"{what}: not within {timeout_s} s; console: {self.errors()}; page:\n{self.text('body')}")
+
+    def live(self) -> None:
+        """Wait until the page shows what its daemon says."""
+        self.until("a live page", lambda: self.text("#connection") == "live")
+
+    def errors(self) -> list[str]:
+        """What the console has been told since the last call, but for advice."""
+        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in {"SEVERE", "WARNING"}]
+
+    def axe(self) -> list[str]:
+        """What axe-core finds wrong, for readers with and without a screen: each rule and the first element."""
+        self.js(AXE.read_text())
+        script = """
+          const told = (v) => `${v.id}: ${v.help}: ${v.nodes[0].html} (${v.nodes[0].failureSummary})`;
+          axe.run(document).then((result) => arguments[0](result.violations.map(told)))"""
+        return list(self.driver.execute_async_script(script))
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Start Debian's Chromium; skip where there is none (`make browser` installs it)."""
+    from selenium import webdriver
+
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("needs chromium and chromium-driver")
+    folder = tempfile.mkdtemp(prefix="kvb-browser-")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={folder}"]
+    arguments += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox refuses root
+    for argument in arguments:
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    started.set_script_timeout(LOAD_S)
+    started.set_page_load_timeout(LOAD_S)
+    try:
+        yield Browser(started)
+    finally:
+        started.quit()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

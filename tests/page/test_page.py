@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from tests.helpers.browser import Browser, browser
 from tests.helpers.cluster import eventually
 from tests.helpers.conversation import MODEL, PAGE, Conversation
 from tests.helpers.fleet import Fleet, fleet
 from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster, status
 from tests.helpers.local_servers import held_ports
+from tests.page.pictures import Browser, browser
 
 pytestmark = pytest.mark.thorough
 

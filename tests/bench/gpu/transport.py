@@ -40,8 +40,8 @@ from tests.bench.gpu.timing import (
     tensor_at,
     with_budgets,
 )
-from tests.helpers.connecting import connect
 from tests.helpers.gpu_children import Child, child
+from tests.helpers.shared_buffer import connect
 
 LAYERS = 21
 LAYER_PAGES = 1024

@@ -26,7 +26,7 @@ from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually
-from tests.helpers.whole_rooms import check_rows
+from tests.helpers.live_rooms import check_rows
 
 MODEL = "deepseek-v4-flash"
 LAYOUT = str(PrefillPools.model_fields["device_layout"].default)

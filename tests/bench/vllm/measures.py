@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 
 from kvbridge.engine.vllm.requests import PARAMS_KEY
-from tests.bench.vllm.hooks import summary
-from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs
+from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, summary
 from tests.vllm.prompts import fresh
 from tests.vllm.servers import Server, together, wait_until
 

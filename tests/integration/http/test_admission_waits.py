@@ -12,7 +12,7 @@ import pytest_asyncio
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.http.server import HttpServer
-from tests.helpers.connection_limits import limits
+from tests.helpers.openai_servers import limits
 from tests.unit.http.services import FakeRooms, daemon_app
 
 pytestmark = pytest.mark.asyncio

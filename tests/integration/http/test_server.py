@@ -20,7 +20,7 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import PeerError
 from kvbridge.http import server as http_server
 from kvbridge.http.server import HttpServer, TlsFiles
-from tests.helpers.connection_limits import limits
+from tests.helpers.openai_servers import limits
 from tests.unit.http.services import FakeRooms, daemon_app
 
 pytestmark = pytest.mark.asyncio

@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from tests.helpers.cluster import DaemonProcess, eventually
+from tests.helpers.cluster import DaemonProcess, eventually, mutated
 from tests.helpers.live_rooms import (
     LiveCluster,
     http,
@@ -17,7 +17,6 @@ from tests.helpers.live_rooms import (
     status,
 )
 from tests.helpers.matrices import kept
-from tests.helpers.mutated_daemon import mutated
 
 TOKENS = 1000
 SHUTDOWN_ROOMS_S = 8.0

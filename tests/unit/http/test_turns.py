@@ -14,8 +14,8 @@ from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvbridge.http.connections import LONGEST_WAIT_S, MOST_WAITING, BoundedProtocol, Line, Turns
-from tests.helpers.connection_limits import limits
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.openai_servers import limits
 
 POST = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -19,7 +19,7 @@ from kvbridge.transport.backend import Backend
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents
-from tests.helpers.connecting import connect
+from tests.helpers.shared_buffer import connect
 
 HERE, THERE, SIZE = 1 << 20, 1 << 30, 1 << 16
 

@@ -23,8 +23,7 @@ from kvbridge.pool.memory.gpu_memory import OpenedAllocation
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.pools import SHARED_ALIGNMENT_BYTES, MappedRegions, MemoryPool
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.pool_pages import page_address, region_of
+from tests.helpers.fake_cuda import FakeCuda, page_address, region_of
 
 TINY = preset("tiny-v4")
 C4 = ComponentKind.C4_KV

@@ -17,8 +17,7 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.local.transport import LocalTransport
-from tests.helpers.connecting import connect
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.helpers.shared_buffer import SharedBuffer, connect
 
 SIZE = 1 << 20
 

@@ -32,10 +32,9 @@ from kvbridge.transport.local.gpu import Route, Way
 from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import wait
 from tests.helpers.cluster import eventually
-from tests.helpers.connecting import connect
 from tests.helpers.fake_cuda import FakeStream
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.shared_buffer import SharedBuffer
+from tests.helpers.shared_buffer import SharedBuffer, connect
 
 SIZE = 1 << 20
 BELOW = 4096

@@ -20,7 +20,7 @@ from kvbridge.transport.nixl.agent import Side, UnclearPostError, environment
 from kvbridge.transport.nixl.peers import NixlExtent
 from kvbridge.transport.nixl.transport import NixlPeer, NixlTransport, Places, _Batch, _Writes
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowLimits
-from tests.helpers.connecting import connect
+from tests.helpers.shared_buffer import connect
 
 FAILED, STALLED = Check(Progress.FAILED, "gone"), Check(Progress.STALLED, "odd")
 
