@@ -23,8 +23,7 @@ from kvbridge.tier.stores.base import Outcome
 from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, ObjectForm, object_name
 from kvbridge.tier.stores.process import open_store
 from tests.contract.stores_harness import KINDS, LIMITS, READY_S, TIMEOUT_S, WAYS, Asked, Client, asked_of, settings_of
-from tests.helpers.local_servers import SEGMENT_BYTES, MooncakeServers
-from tests.helpers.local_servers import stop
+from tests.helpers.local_servers import SEGMENT_BYTES, MooncakeServers, stop
 from tests.helpers.stored_pages import HALF, PAGES, StoredPages, ids, new_keys, stored_object
 
 

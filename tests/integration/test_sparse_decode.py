@@ -15,11 +15,11 @@ from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.engine.adapters.deepseek_v4 import Placement
 from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, SparseDecoder, SparseLayer
-from tests.helpers.foreign_processor import foreign_processor
 from tests.helpers.matrices import kept, one_in
-from tests.helpers.sparse_checks import check_tables
 from tests.helpers.sparse_model import C4, SparseModelPair, admitted
-from tests.helpers.tiny_model import follow, prompt_tokens
+from tests.helpers.sparse_reference import foreign_processor
+from tests.helpers.sparse_simulation import check_tables
+from tests.helpers.torch_pools import follow, prompt_tokens
 
 STEPS = 120
 
