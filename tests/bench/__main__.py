@@ -1,9 +1,4 @@
-"""Measure what needs no GPU: `python -m tests.bench`; or some of it, or other things: `python -m tests.bench plan load`.
-
-A benchmark is a module with `run(quick)`, whose result may be written as JSON, and `table(result)`.
-Each has a process to itself: UCX and CUDA are set up once a process, and memory that one has taken would be in the figures of the
-next. Every rate stands beside something that was measured in the same run; figures of two runs are not compared.
-"""
+"""Measure what needs no GPU (`python -m tests.bench`), or what is named: each benchmark in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
-"""Pairings a second of one bootstrap, by store and by the number of registered instances.
+"""Pairings a second of one bootstrap, by store and by the number of registered instances; daemons admit at once, in this process.
 
-Daemons are not there: they admit at once, in this process, so that what is measured is the directory, the choice and the store.
-`per_s` keeps 16 pairings under way; `alone` one, so it is the time that one caller waits. Every node sends its heartbeat every
-so many pairings.
-
-`page keys` are the same pairings of requests with page keys (conversations of some turns over one system prompt, at nodes that keep
-prefixes), in the same run and by turns with the others, so the quotient is what pairing by overlap costs. `cpu_us` is the time of
-this process for one of many pairings.
+`per_s` keeps 16 pairings under way, `alone` one. `page keys`: the same for requests with page keys, by turns in the same run.
 """
 
 from __future__ import annotations
@@ -181,7 +175,6 @@ def _node(number: int) -> NodeRegistration:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader."""
     names = ("per_s", "alone_median_ms", "alone_p99_ms", "cpu_us")
     rows = [(name, *(case[each] for each in names), BUDGETS_PER_S.get(name)) for name, case in found["cases"].items()]
     return text(("store", "pairings/s", "alone, median ms", "p99 ms", "cpu us", "budget/s"), rows)

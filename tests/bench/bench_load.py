@@ -1,12 +1,6 @@
-"""Rooms a second through one pair of real daemons with next to no payload, at rising concurrency and past saturation.
+"""Rooms a second through one pair of real daemons, at rising concurrency (closed loop) and at twice the best rate (open loop).
 
-Every room lives its whole life: admission on both sides, offer, begin, publish, orders to the rank workers, the transfer, Done,
-commit, claim, release. Its prompt is one token of a small model, 768 bytes in 12 copies, so what is measured is the control path.
-Generator, engines, bootstrap, daemons and rank workers share the machine's cores, and the figures are of all of them together;
-`cpu` says how much each process used.
-
-Closed loop: so many rooms at once, each followed by the next. Open loop: rooms arrive at twice the best rate, whether or not
-earlier ones are through; a refused room is not tried again.
+A prompt is one token, 768 bytes in 12 copies, so the control path is measured. All processes share the machine's cores.
 """
 
 from __future__ import annotations
@@ -185,7 +179,6 @@ class _Usage:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader."""
     lines = []
     for way, measured in found["ways"].items():
         overload = measured["overload"]

@@ -69,7 +69,6 @@ def _request(
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader."""
     rows = [
         (transport, name.removesuffix("_ms"), statistics.median(ms), percentile(ms, 99), BUDGETS_MS.get(name))
         for transport, figures in found.items()

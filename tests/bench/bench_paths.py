@@ -1,10 +1,6 @@
-"""A path that is lost in the middle of a request, against the same request undisturbed, through both daemons.
+"""A path that is lost in the middle of a request, against the same request undisturbed, from publication to claim.
 
-Each order of transports has daemons of its own. A request lies in consecutive pages and is published at once; the time is from
-there to the claim. With half of its operations confirmed, the kernel ends every connection of the prefill rank worker by the first
-transport, and keeps ending them; the room goes on over the second, and is not read before decode has shut the lost endpoint. A
-request counts as disturbed when its path was lost under it; every byte of those is compared. Undisturbed ones, in turn with
-them, go by the first transport.
+With half of its operations confirmed, the kernel ends every connection of the prefill rank worker by the first transport.
 """
 
 from __future__ import annotations
@@ -134,7 +130,6 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader."""
     rows = [
         (order, spread(one["undisturbed_s"]), spread(one["disturbed_s"]), one["added_s"], found["budget_s"])
         for order, one in found["orders"].items()

@@ -1,7 +1,4 @@
-"""How long it takes to plan one request, by length, model and state of the pools.
-
-The budget is for a request of 1M tokens of Flash: 15 ms when no two pages follow each other on either side, 1 ms when all do.
-"""
+"""How long it takes to plan one request, by length, model and state of the pools."""
 
 from __future__ import annotations
 
@@ -94,11 +91,9 @@ def _case(model: str, tokens: int, pool: str, repeats: int) -> dict[str, Any]:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure every case."""
     repeats = 1 if quick else 15
     return {"cases": [_case(model, tokens, pool, repeats) for model in MODELS for tokens in LENGTHS for pool in POOLS]}
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader."""
     return cases_table(found["cases"])

@@ -1,9 +1,4 @@
-"""How long the index of cached prefixes takes for what admission and release ask of it, with 1M pages in it.
-
-Times are processor time, since the budgets are for a machine that does nothing else: the best of many calls, and the median beside
-it. `scattered`: records have their numbers at random, which is worse than any use leaves them; the budgets are for an index as
-requests fill it.
-"""
+"""Processor time of what admission and release ask of an index with 1M cached pages; `scattered`: worse than use leaves it."""
 
 from __future__ import annotations
 
@@ -84,7 +79,6 @@ def _measure(page_count: int, *, scattered: bool) -> dict[str, Any]:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure both."""
     identity = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=256)
     tokens = np.random.default_rng(9).integers(0, 129_280, 1 << 20)
     return {
@@ -94,7 +88,6 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader."""
     rows = [
         (index["numbers"], name, case["best_ms"], case["median_ms"], BUDGETS_MS[name])
         for index in found["indexes"]

@@ -1,14 +1,6 @@
-"""What a store costs beyond what is below it: pages into stores and back, against the same bytes without keys and digests.
+"""Pages into stores and back, against the same bytes without keys and digests: 16 C4 pages of DeepSeek-V4-Flash, 786,240 B each.
 
-An object is one page of DeepSeek-V4-Flash's C4 cache: 21 layers, apart from each other in a layer-first pool, 786,240 bytes. All
-ways move the same 16 pages from the same memory into the same memory, from one thread of one process, and what they have
-made is removed after each turn:
-
-- `files`: the peer is a new file for each page, written and read by one call for all layers; neither flushes to a disk, and both
-  are in shared memory, so that no disk's mood is in it.
-- `mooncake`: the peer is the library's own batch call with the same pieces, over TCP on this host.
-- `without digests` is our get without looking at what came.
-
+`files` stands beside a file for each page in one call, in shared memory; `mooncake` beside the library's own batch call over TCP.
 Ways take turns in changing order. Ratios are medians of each turn's, above 1 where the store was quicker.
 """
 
@@ -54,8 +46,6 @@ Pieces = list[tuple[int, int]]
 
 
 class BareFiles:
-    """A file for each object, in one call."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir()
@@ -81,8 +71,6 @@ class BareFiles:
 
 
 class BareMooncake:
-    """The library's own calls."""
-
     def __init__(self, store: MooncakeStore) -> None:
         self._library, self._config = store._library, store._config
 
@@ -100,7 +88,6 @@ class BareMooncake:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure both kinds of store; rates in GB/s."""
     turns = 2 if quick else TURNS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-bench-")))
@@ -194,7 +181,6 @@ def _measure(
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader."""
     rows = []
     for case in found["cases"]:
         ratios = [case[name] for name in ("put_of_bare", "get_of_bare", "get_of_without_digests")]

@@ -1,10 +1,6 @@
-"""Bytes a second through a transport, against its bare library moving the same operations in the same run.
+"""Bytes a second through a transport, in turns with its bare library moving the same scattered operations in the same run.
 
-For each backend and size: a target process owns the destination, this process the source, and both ways take turns over
-the same operations (scattered on both sides), so the machine's moods meet both. The ratio of a turn is kvbridge's rate over that of
-the best bare way, which is the one of the best median; reported is the median over the turns. Bare ways: mooncake
-`batch_transfer_sync_write` in chunks of 1,024 and a window of 32 `transfer_submit_write`; nixl one request over everything, polled;
-local a memmove for each operation into a mapping that exists already.
+A turn's ratio is kvbridge's rate over that of the bare way with the best median; reported is the median over the turns.
 """
 
 from __future__ import annotations
@@ -141,7 +137,6 @@ def as_lists(operations: Operations) -> tuple[list[int], list[int], list[int]]:
 
 
 def nixl_request(library: Any, agent: Any, peer: str, operations: Operations) -> Any:
-    """Make NIXL's own request over everything."""
     nothing = np.zeros_like(operations.length)
     rows = [
         library.nixlXferDList(library.DRAM_SEG, np.stack((addresses, operations.length, nothing), axis=1))
@@ -207,7 +202,6 @@ BARE: dict[str, Callable[[_Bed], dict[str, Way]]] = {
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures for a reader, a row for each case."""
     rows = []
     for case in found["cases"]:
         medians = {way: statistics.median(rates) for way, rates in case["gb_s"].items()}

@@ -1,8 +1,4 @@
-"""Many rooms through one pair of real daemons: the load generator of the load benchmark, the soak and the replay.
-
-A room may be admitted in three ways: `bootstrap` (one POST there, a ticket back, as most routers do it), `daemons` (the router
-knows the pair and names the same room to both), `engine` (decode by HTTP, then prefill's engine admits from its own process).
-"""
+"""Many rooms through one pair of real daemons, admitted by bootstrap, by both daemons or by prefill's engine."""
 
 from __future__ import annotations
 
@@ -34,8 +30,6 @@ PIPE_BYTES = 1 << 20
 
 
 class RefusedError(Exception):
-    """An answer other than 201."""
-
     def __init__(self, status: int, code: str, retry_after_s: float) -> None:
         super().__init__(f"{status} {code}")
         self.status, self.code, self.retry_after_s = status, code, retry_after_s
@@ -97,7 +91,6 @@ class Endpoint:
         return dict(json.loads(answer))
 
     def close(self) -> None:
-        """Close every idle connection; the next call opens another."""
         for _, writer in self._idle:
             writer.close()
         self._idle.clear()
@@ -112,8 +105,6 @@ def identity_of(model: str) -> PrefixIdentity:
 
 @dataclass
 class Life:
-    """What is known of one room that came through."""
-
     total_s: float
     phases_s: dict[str, float]
     """With `admission` and `total`."""
@@ -195,7 +186,6 @@ class Load:
             endpoint.close()
 
     def daemons(self) -> list[tuple[str, DaemonProcess]]:
-        """Return the daemons by names that stay."""
         return [
             ("bootstrap", self.cluster.bootstrap),
             ("prefill", self.cluster.prefill),

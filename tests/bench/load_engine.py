@@ -42,8 +42,6 @@ Prompts = Callable[[int], npt.NDArray[np.uint32]]
 
 @dataclass(frozen=True)
 class Facts:
-    """The same for both engines and the generator."""
-
     sample_every: int = 0
     """Rooms whose id is a multiple are filled and compared byte for byte; 0: none."""
     prompts: str = ""

@@ -87,12 +87,10 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str 
 
 
 def cases_table(cases: Sequence[dict[str, Any]]) -> str:
-    """Return a table of flat cases that have the same facts."""
     return table(list(cases[0]), (list(case.values()) for case in cases))
 
 
 def met(holds: bool) -> str:
-    """Return how a budget is told."""
     return "met" if holds else "MISSED"
 
 
@@ -110,7 +108,6 @@ def number(value: float) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return median and range as text."""
     return f"{number(median(values))} ({number(min(values))} - {number(max(values))})" if values else "-"
 
 

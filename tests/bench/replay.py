@@ -1,11 +1,6 @@
 """Replay a trace of requests through one pair of real daemons and compare every byte: `python -m tests.bench.replay --trace FILE`.
 
-The engines compute nothing: prefill writes bytes that say where they belong, decode checks all of them, and prefill checks what its
-node held. The replay plays the router: it asks bootstrap for a pair for each request that is due, and obeys Retry-After. At most
-`--max-in-flight` requests are in play, one after another in the order of the trace.
-
-Prompts that share `hash_ids` share pages on both nodes, unless `--no-prefixes` sends everything. `--host-tokens` keeps so many
-tokens of prefixes in host memory below each node's device pools, which `--pool-tokens` makes small.
+Engines compute nothing: prefill writes bytes that say where they belong. The replay plays the router, and obeys Retry-After.
 """
 
 from __future__ import annotations
@@ -46,7 +41,6 @@ PERCENTILES = (50, 90, 99, 100)
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Replay, and return what came of it."""
     geometry = preset(given.model)
     requests = read_trace(given.trace, count=given.count)
     with cluster({"preset": given.model}, wait=False, **_daemons(given, geometry, requests)) as running:
@@ -80,8 +74,6 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 @dataclass
 class _Course:
-    """What is known of the requests that are through."""
-
     arrived: list[int] = field(default_factory=list)
     checked_bytes: int = 0
     most_in_flight: int = 0

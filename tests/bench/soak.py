@@ -1,17 +1,8 @@
 """Many small rooms through one pair of real daemons, and what they leave behind: `python -m tests.bench.soak`.
 
-Every room carries payload and lives its whole life; of a sample every byte is compared. One room in ten is paired by bootstrap,
-the others are admitted on both daemons by the generator. After the first thousand rooms, and after every tenth of all, each
-process is looked at: memory, descriptors, sockets, threads, mappings of pools (a rank worker has one for each shared file whose
-regions it has registered), log bytes. It ends red (exit code 1) when something has grown by more than 5% since the first look,
-when a room was lost, or when a byte was wrong.
-
-With `--shared`, nine rooms of ten have prompts that begin like others (`load_engine`), and pages stay: what is cached and
-read by nobody is not busy.
-
-Receipts of ended rooms are kept by design, `timeouts.room_keep_s` long and 10,000 at most. Here they are kept for five seconds,
-and each look is taken at rest, when they are forgotten and idle connections are closed: so it is leaks that are seen. A room has
-a little less than that to be begun and delivered; a machine with other work needs more (`--keep-s`).
+After the first thousand rooms and every tenth of all, each process is looked at, at rest: memory, descriptors, sockets, threads,
+mappings of pools, log bytes. The soak is red (exit code 1) when something has grown by more than 5% since the first look, when a
+room was lost, or when a byte was wrong. Receipts are kept for five seconds, so that only leaks stay (`--keep-s`).
 """
 
 from __future__ import annotations
@@ -57,8 +48,6 @@ RETRY_S, GIVE_UP_S = 0.05, 30.0
 
 @dataclass
 class Figures:
-    """One process at one moment."""
-
     rss_mib: float
     uss_mib: float
     fds: int
@@ -70,8 +59,6 @@ class Figures:
 
 @dataclass
 class Look:
-    """All processes at one moment."""
-
     rooms: int
     at_s: float
     rooms_s: float
@@ -81,8 +68,6 @@ class Look:
 
 @dataclass
 class Course:
-    """A whole soak."""
-
     looks: list[Look] = field(default_factory=list)
     done: int = 0
     checked: int = 0

@@ -45,8 +45,6 @@ _INCLUDED = re.compile(r'^--8<-- "([^":]+)"$')
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a page."""
-
     page: Path
     line: int
     language: str
@@ -77,12 +75,10 @@ class Block:
 
 
 def name(page: Path) -> str:
-    """A page as it is named in this repository."""
     return str(page.relative_to(ROOT))
 
 
 def blocks(page: Path) -> list[Block]:
-    """All blocks of a page, in their order."""
     text = page.read_text()
     return [
         Block(

@@ -94,7 +94,6 @@ def masked(line: str) -> str:
 
 
 def same_shape(shown: str, printed: str) -> bool:
-    """The same keys with values of the same type."""
     return shape(json.loads(shown)) == shape(json.loads(printed))
 
 
@@ -155,6 +154,5 @@ def test_configurations_that_pages_show_have_keys_that_are_known() -> None:
 
 
 def keys(values: dict[str, Any], above: str = "") -> set[str]:
-    """All keys, dotted."""
     below = (keys(value, f"{above}{key}.") for key, value in values.items() if isinstance(value, dict))
     return {f"{above}{key}" for key in values}.union(*below)

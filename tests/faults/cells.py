@@ -38,8 +38,6 @@ class State(StrEnum):
 
 
 class Victim(StrEnum):
-    """Who is struck."""
-
     PREFILL = "prefill daemon"
     PREFILL_WORKER = "prefill rank worker"
     PREFILL_ENGINE = "prefill engine"
@@ -50,8 +48,6 @@ class Victim(StrEnum):
 
 
 class Fault(StrEnum):
-    """What happens to it."""
-
     KILL = "kill -9"
     FREEZE = "short freeze"
     """SIGSTOP and SIGCONT within every limit of silence."""

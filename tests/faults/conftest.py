@@ -1,7 +1,4 @@
-"""The suite's report: a matrix of all strikes, printed, and kept in out/faults when the whole suite was run.
-
-Reports travel from the process that ran a test to the one that prints, and rows travel with them.
-"""
+"""The matrix of all strikes: printed, and kept in out/faults when the whole suite was run."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the matrix; called by pytest."""
     if not _rows:
         return
     table = [[row.get(column, "FAILED" if column == State.ADMITTED else "") for column in COLUMNS] for row in _rows]

@@ -1,7 +1,4 @@
-"""The stage of the fault suite: three daemons, an engine on each side, rooms in every state, and the look afterwards.
-
-Everything is a process of its own, so that each can be killed and frozen; every wait has a deadline.
-"""
+"""The stage of the fault suite: three daemons, an engine on each side, rooms in every state, and the look afterwards."""
 
 from __future__ import annotations
 
@@ -102,7 +99,6 @@ class FaultCluster:
         return self.engines[role]
 
     def attach(self, role: Role, daemon: DaemonProcess) -> ObedientEngine:
-        """A new engine of a daemon."""
         return ObedientEngine(role, daemon.runtime_dir, prepare=self.gpus.prepare_engine if self.gpus else None)
 
     def detach(self, *roles: Role) -> None:
@@ -246,7 +242,6 @@ class FaultCluster:
             )
 
     def cross(self, room: int = 0) -> int:
-        """Take a room through its whole life, byte for byte."""
         room = room or self.pair()
         self.turn(room)
         return room
@@ -262,7 +257,6 @@ class FaultCluster:
         return computed, held
 
     def nobody_reads(self, daemon: DaemonProcess) -> None:
-        """Wait until every room has let go of what it shared."""
         eventually("no page read", lambda: not (shown := status(daemon)["prefixes"])["readers"] + shown["read_pages"])
 
     def bring(self, states: Iterable[State], *, paired: bool = False) -> dict[State, int]:

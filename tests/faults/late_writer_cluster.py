@@ -55,7 +55,6 @@ class LateWriterCluster(FaultCluster):
 
     @property
     def filler(self) -> ObedientEngine:
-        """The prefill engine that fills pages."""
         if self._filler is None:
             self._filler = self.attach(Role.PREFILL, self.second)
         return self._filler
@@ -214,7 +213,6 @@ AWAKE_S = 0.6
 
 
 def over(stage: LateWriterCluster, room: int) -> None:
-    """Wait until a room has ended for users on both sides."""
     for daemon in stage.nodes:
         eventually("over", lambda daemon=daemon: stage.state(daemon, room) in {"aborting", "aborted", "failed"})
 

@@ -272,7 +272,6 @@ class Branch(Keyed):
 
     @property
     def length(self) -> int:
-        """How many tokens there are."""
         return self.segments[-1][1]
 
     def tokens(self, count: int) -> npt.NDArray[np.uint32]:
@@ -280,7 +279,6 @@ class Branch(Keyed):
         return np.repeat(np.array([value for value, _ in self.segments], dtype=np.uint32), counts)[:count]
 
     def until(self, tokens: int) -> Branch:
-        """Return the first `tokens` tokens."""
         kept = [(value, min(stop, tokens)) for value, stop in self.segments]
         count = next(number for number, (_, stop) in enumerate(kept, 1) if stop == tokens)
         return replace(self, segments=tuple(kept[:count]))
@@ -294,7 +292,6 @@ class Branch(Keyed):
         return replace(self, segments=tuple((value + 500_000, stop) for value, stop in self.segments))
 
     def of_other_tenant(self) -> Branch:
-        """Return the same tokens of the other tenant."""
         return replace(self, namespace=next(name for name in TENANTS if name != self.namespace))
 
 

@@ -1,9 +1,7 @@
 """A random load for minutes or hours: two tenants with shared prefixes, lies about keys, kills, stops, cuts and a damaged store.
 
-python -m tests.faults.random_load --minutes 30 --transport mooncake
-
-Engines compare every byte that they are given with what their own tokens demand. The run is red with the first wrong byte, with
-the first lie that passes, when pages do not come back after the load has stopped, and with a traceback in any daemon's log.
+`python -m tests.faults.random_load --minutes 30 --transport mooncake` is red with the first wrong byte or lie that passes, when
+pages do not come back after the load has stopped, and with a traceback in any daemon's log.
 """
 
 from __future__ import annotations
@@ -262,7 +260,6 @@ class RandomLoad:
                 call("abort", room)
 
     def _judge(self, calls: httpx.Client, case: Case, room: int, decode: DaemonProcess) -> None:
-        """Keep a lie that passed."""
         said = f"{case.kind} room {room} of {decode.name}"
         if case.kind not in {"split", "foreign_keys"}:
             return
@@ -330,7 +327,6 @@ class RandomLoad:
                 self.violations.append(f"{node.name} has pages in quarantine: {quarantine}")
 
     def close(self) -> None:
-        """End all engines."""
         for seat in self.seats.values():
             seat.close()
 

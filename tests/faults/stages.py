@@ -83,7 +83,6 @@ def scene(
 
 @contextmanager
 def started(stage: StageT) -> Iterator[StageT]:
-    """Start the daemons of a stage; end the stage at exit."""
     try:
         stage.cluster.start()
         stage.wait_ready()
@@ -117,7 +116,6 @@ class ClusterCache(Generic[StageT]):
             raise
 
     def clear(self) -> None:
-        """Take the stage down, if one stands."""
         context, self._context, self._stage = self._context, None, None
         if context is not None:
             context.__exit__(None, None, None)

@@ -43,8 +43,6 @@ def cases(strikes: Iterable[tuple[Victim, Fault]], *, short: Collection[tuple[Vi
 
 
 class Strike:
-    """One blow to one process, and the end of it."""
-
     def __init__(self, stage: FaultCluster, victim: Victim, fault: Fault) -> None:
         self.stage, self.victim, self.fault = stage, victim, fault
         self.held_up = stage.worker_pid(stage.prefill)
@@ -145,7 +143,6 @@ def _end(stage: FaultCluster, room: int, expected: str) -> str:
 
 
 def _watchers(stage: FaultCluster, victim: Victim) -> list[DaemonProcess]:
-    """Nodes that can be asked while the victim is struck."""
     away = {Victim.PREFILL: stage.prefill, Victim.DECODE: stage.decode}.get(victim)
     return [daemon for daemon in stage.nodes if daemon is not away]
 

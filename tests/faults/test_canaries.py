@@ -1,9 +1,4 @@
-"""No byte of a page that was used again was written by an old room.
-
-Each test makes a writer that will write late, lets its room end, gives every page that becomes free to rooms with bytes
-of their own, lets the late writer go, and looks at every byte. That the looking can see a violation is proved with
-daemons that free pages too soon.
-"""
+"""No byte of a page that was used again was written by an old room; daemons that free pages too soon prove that this is seen."""
 
 from __future__ import annotations
 

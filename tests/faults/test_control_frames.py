@@ -31,12 +31,10 @@ Weather = Callable[[str, str], "list[float]"]
 
 
 def calm(_direction: str, _kind: str) -> list[float]:
-    """Everything passes at once."""
     return [0.0]
 
 
 def partition(_direction: str, _kind: str) -> list[float]:
-    """Nothing passes."""
     return []
 
 
@@ -148,7 +146,6 @@ class FrameProxy:
 
 @contextmanager
 def frame_proxy(target: str) -> Iterator[FrameProxy]:
-    """A proxy for the length of a test."""
     proxy = FrameProxy(target)
     try:
         yield proxy

@@ -1,7 +1,4 @@
-"""A room that is cancelled, given up or expired gives back everything on both sides, whatever its state.
-
-What each ending makes of a room in each state is a literal table, in the letters of `cells`.
-"""
+"""A room that is cancelled, given up or expired gives back everything on both sides, whatever its state."""
 
 from __future__ import annotations
 

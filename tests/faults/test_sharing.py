@@ -1,8 +1,4 @@
-"""Rooms that share pages, and what goes wrong with one of them: the others and the pages stay as they were.
-
-Every engine that starts from shared pages or claims them looks at each of their bytes. Strikes in every state are in
-`test_strikes`, writers that are late in `test_canaries`.
-"""
+"""Rooms that share pages, and what goes wrong with one of them: the others and the pages stay as they were."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""kill -9 and freezes of every process, with a room in every state of the session.
-
-Each strike leaves the stage whole, or the next one gets a new stage.
-"""
+"""kill -9 and freezes of every process, with a room in every state of the session."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Coverage-guided fuzzing of the decoders: `python -m tests.fuzz [FAMILY ...] --seconds 60` (`make fuzz`).
 
-Owns: one process for each family of `decoders`, their corpora, and what counts as a finding: an error that the decoder is
-not documented to raise, more than `TIMEOUT_S` for one input, more than `RSS_MB` of memory. Findings are kept as
-`out/fuzz/FAMILY-crash-*`; run one again with `python -m tests.fuzz FAMILY --input FILE`.
+A finding is kept as `out/fuzz/FAMILY-crash-*`; run it again with `python -m tests.fuzz FAMILY --input FILE`.
 """
 
 from __future__ import annotations

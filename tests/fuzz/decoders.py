@@ -1,9 +1,4 @@
-"""Every decoder that reads what another process has sent, as one table for all who feed it nonsense.
-
-Owns: for each decoder the call, the errors that it may answer with, and real messages to start from. The property tests
-(`tests/property/test_decoders.py`) and the coverage-guided targets (`make fuzz`) walk this table, so a decoder that
-faces a socket is added here and nowhere else.
-"""
+"""Every decoder that reads what another process has sent, as the one table that property tests and `make fuzz` walk."""
 
 from __future__ import annotations
 

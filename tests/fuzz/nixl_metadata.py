@@ -1,8 +1,6 @@
 """Mutated NIXL descriptions against a real rank worker's transport: `python -m tests.fuzz.nixl_metadata --mutations 1000`.
 
-Owns: the mutations, and a process that meets peers which describe themselves so while it writes to one that does not. The process
-lives to the end and says what became of each, or it dies, which is the finding. `--unchecked` leaves the check out, to see what
-it is for.
+The process meets mutated peers while it writes to a good one; its death is the finding. `--unchecked` leaves the check out.
 """
 
 from __future__ import annotations

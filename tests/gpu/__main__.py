@@ -1,9 +1,7 @@
 """Everything that is tested on a GPU, unattended: `python -m tests.gpu --output out/test-gpu`.
 
-The tests in `tests/gpu`, the GPU part of the transport contract, and the kernel tests once more under compute-sanitizer
-(memcheck, racecheck) at small sizes, in processes side by side (`tests/gpu/__main__.py`); each has a deadline, a log and a report
-in the output folder. A line for each step says how it went; the log of a step that failed is shown, and so are the reasons of
-what was skipped. The exit code is 0 only if everything that could run was right; 2 without a GPU.
+A step is one pytest process: a file of `tests/gpu` or of the GPU part of the contract, or kernel tests under compute-sanitizer.
+Steps run side by side, the longest first; tests marked `alone` run after all others. Exit code 0: all is right; 2: no GPU.
 """
 
 from __future__ import annotations
@@ -39,8 +37,6 @@ SANITIZER_EXIT = 86
 
 @dataclass(frozen=True)
 class Run:
-    """What the steps of one run share."""
-
     output: Path
     chosen: str = ""
     """Pytest's expression for the tests to run; empty for all."""
@@ -51,7 +47,6 @@ class Run:
 
 
 def main() -> int:
-    """Run the steps and say how they went."""
     cores = len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("out/test-gpu"), help="where the results go (JUnit XML)")
@@ -240,8 +235,6 @@ LONGEST_FIRST = (
 
 @dataclass(frozen=True)
 class Step:
-    """One process."""
-
     name: str
     part: str
     targets: tuple[str, ...]
@@ -291,7 +284,6 @@ def _test_files(root: Path, folder: str) -> Iterable[str]:
 
 
 def steps_at_once(cores: int) -> int:
-    """How many steps run side by side."""
     return max(1, min(MOST_AT_ONCE, cores // CORES_OF_A_STEP))
 
 

@@ -18,20 +18,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> int:
-    """The first CUDA device."""
     return 0
 
 
 @pytest.fixture
 def streams(device: int) -> Iterator[Streams]:
-    """Three streams of the first device."""
     with Streams.on(device) as made:
         yield made
 
 
 @pytest.fixture
 def stream(streams: Streams) -> int:
-    """One of them, as kernels take it."""
     return streams.main.handle
 
 

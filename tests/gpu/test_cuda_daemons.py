@@ -1,7 +1,4 @@
-"""Whole daemons with their pools on GPUs: every byte of every request, and the order between engines and workers.
-
-One GPU serves both sides (two where there are two), and this process is the engine of both.
-"""
+"""Whole daemons with their pools on GPUs: every byte of every request, and the order between engines and workers."""
 
 from __future__ import annotations
 

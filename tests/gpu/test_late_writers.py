@@ -1,8 +1,4 @@
-"""No byte of a page that was used again was written by a GPU that had been told to before: whole daemons, pools on GPUs.
-
-Late writers and the look at every byte are those of `tests/faults`; here copies wait at a gate on the GPU, so that a
-process is struck with slices of a transfer in its GPU's hands. Two GPUs where there are two, else both sides are on one.
-"""
+"""Late writers of `tests/faults` with pools on GPUs: a process is struck while slices of a transfer wait in its GPU's hands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prefixes that come back from host memory to GPUs: every byte, the order of streams, and that no host waits.
-
-The same conversations as in tests/integration/test_host_tier.py, with both pools on one GPU and this process as both engines.
-"""
+"""Prefixes that come back from host memory to GPUs: every byte, the order of streams, and that no host waits."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""kill -9 and freezes of engines and rank workers whose pools are on GPUs, with a room in every state of the session.
-
-The strikes, the rooms and the look afterwards are those of `tests/faults`; here kernels of both engines write to pages of theirs
-while the strike is made, and every byte of every room that ends well is compared. Two GPUs where there are two. A rank worker is
-the exporter of its pool: its engine has it open, and so has the worker that writes there.
-"""
+"""The strikes of `tests/faults` at engines and rank workers whose pools are on GPUs, while kernels of both engines write pages."""
 
 from __future__ import annotations
 

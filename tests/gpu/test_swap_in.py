@@ -18,8 +18,6 @@ SMALL = bool(os.environ.get("KVBRIDGE_GPU_SMALL"))
 
 
 class Pair:
-    """The same world twice: on the CPU, and on a GPU."""
-
     def __init__(self, shape: SwapInShape, *, device: int, **facts: object) -> None:
         self.on_cpu = SwapInSimulation(shape, device=torch.device("cpu"), **facts)
         self.on_gpu = SwapInSimulation(shape, device=torch.device("cuda", device), **facts)

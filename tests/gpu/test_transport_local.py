@@ -1,7 +1,4 @@
-"""The local transport on real devices, where the contract suite does not look: whole pools of pages, and who else is there.
-
-Each test prints the rates that it saw; they are measured properly by `tests.bench.gpu`.
-"""
+"""The local transport on real devices, where the contract suite does not look: whole pools of pages, and who else is there."""
 
 from __future__ import annotations
 

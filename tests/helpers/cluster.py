@@ -1,7 +1,4 @@
-"""A bootstrap, prefill and decode daemons as real processes on loopback, for integration tests, faults and benchmarks.
-
-Every wait has a deadline; every port is chosen by the system; leaving the context ends every process.
-"""
+"""A bootstrap, prefill and decode daemons as real processes on loopback, and daemons that a test changes before they start."""
 
 from __future__ import annotations
 
@@ -42,8 +39,6 @@ def eventually(what: str, look: Callable[[], Any], timeout_s: float = 60.0, paus
 
 
 class Cluster(ClusterOfProcesses):
-    """All daemons of a test."""
-
     def pair(self, prompt_tokens: int, **more: Any) -> dict[str, Any]:
         """Ask bootstrap for a pair; returns the ticket."""
         return self.ticket(PairRequest(prompt_tokens=prompt_tokens, **more)).model_dump(mode="json")
@@ -130,7 +125,6 @@ class MutatedDaemon(DaemonProcess):
     def launch(
         self, command: Sequence[str], *, piped: bool = False, environment: Mapping[str, str] | None = None
     ) -> Popen[bytes]:
-        """Start it through `-c`."""
         assert list(command[1:4]) == ["-P", "-m", "kvbridge"]
         code = FORKED + self.daemon_code
         if self.worker_code:

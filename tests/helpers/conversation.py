@@ -1,8 +1,4 @@
-"""Requests of conversations through running daemons: their tokens, their bytes, and what must be true of both.
-
-Tokens follow from a conversation's number, so its prompts begin alike. Bytes follow from the keys of pages, so each byte of a
-shared page, of a window and of a checkpoint has one right value, and a byte of any other prompt's page is seen.
-"""
+"""Requests of conversations through running daemons: each byte follows from the keys of pages, so bytes of another are seen."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ CLAIM_S = 30.0
 
 
 def tokens_of(number: int, count: int) -> list[int]:
-    """Return the first tokens of a conversation."""
     return [number * 100_000 + place for place in range(count)]
 
 
@@ -107,8 +102,6 @@ def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int, *, rank
 
 @dataclass
 class Conversation:
-    """Prompts that begin alike."""
-
     live: LiveCluster
     number: int
     common: list[int] = field(default_factory=list)
@@ -117,7 +110,6 @@ class Conversation:
     """Whether engines wait for each layer that is loaded instead of for all of them."""
 
     def keys(self, tokens: int) -> Keys:
-        """Return the page keys of the first tokens."""
         return self.live.sender.page_keys((self.common + tokens_of(self.number, tokens))[:tokens])
 
     def parts(self, tokens: int, number: int) -> Conversation:
@@ -164,7 +156,6 @@ class Turn:
         self.written_bytes = compute(self.talk.live.sender, begun, self.keys, checkpoints=checkpoints)
 
     def read(self) -> Self:
-        """Claim it, and compare every byte."""
         reader = self.talk.live.reader
         self.claimed = read(reader, self.room, self.tokens, self.keys, by_layer=self.talk.by_layer)
         return self
@@ -216,6 +207,5 @@ class Turn:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that all prefill ranks have sent."""
         assert self.claimed is not None
         return sum(amount.bytes for amount in self.claimed.amounts.values())

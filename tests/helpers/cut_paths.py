@@ -1,8 +1,4 @@
-"""A prefill rank worker whose connections by one transport are cut in the middle of a transfer, and stay cut for a while.
-
-The transport is the real one, with its library: what it sees is
-that the kernel ends its connections, as when an adapter or a switch is lost. Peers are told apart by their loopback address.
-"""
+"""A prefill rank worker whose connections by one transport the kernel ends in the middle of a transfer, and for a while after."""
 
 from __future__ import annotations
 
@@ -26,8 +22,6 @@ PAUSE_S = 0.001
 
 
 class CutSettings(FrozenModel):
-    """One path that is cut."""
-
     transport: str
     addresses: tuple[str, ...]
     """The peer's: connections to them are ended."""
@@ -72,7 +66,6 @@ class Cut:
         threading.Thread(target=self._run, name=f"cut {settings.transport}", daemon=True).start()
 
     def look(self, confirmed: int, operations: int) -> None:
-        """A transfer has come so far."""
         far = self._settings.after_share * operations <= confirmed < operations
         if far and not self._begun.is_set() and self._flag.exists():
             self._end_connections()

@@ -14,7 +14,6 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def example_configs() -> dict[str, str]:
-    """Return what is to be in each file."""
     cluster = InitialCluster(folder="configs", runtime="/tmp/kvbridge-", model=ModelConfig(preset="tiny-v4"))
     return cluster.files(complete=True)
 

@@ -1,8 +1,4 @@
-"""What pools ask of CUDA, on host memory: enough to go through their code where there is no GPU.
-
-Device memory is anonymous host memory, a handle names it, and opening it in "another process" gives the same address. So what
-one side writes the other sees, and the counts say whether everything was given back.
-"""
+"""CUDA as pools and copy streams use it, on host memory of this process; counts say whether everything was given back."""
 
 from __future__ import annotations
 
@@ -230,7 +226,6 @@ class FakeStream:
         self.closed = True
 
     def run(self, slices: int | None = None) -> None:
-        """Copy the oldest slices, all by default."""
         for _ in range(len(self._waiting) if slices is None else slices):
             part = self._waiting.popleft()
             copy_operations(part.source, part.destination, part.length)
@@ -242,7 +237,6 @@ class FakeStream:
 
 
 def page_address(region: Region, page: int) -> int:
-    """Where a page begins."""
     assert 0 <= page < region.page_count
     extent, within = divmod(page, region.pages_per_extent)
     return region.extent_addresses[extent] + within * region.page_stride_bytes

@@ -1,12 +1,4 @@
-"""Any transport with faults put in on purpose, here or in the rank workers of a daemon.
-
-To the other
-side, and to the configuration, it is the backend that it wraps.
-
-It keeps the promise of `transport.base` while it misbehaves: a transfer that may still write is FAILED_NOT_QUIET, one
-that is FAILED_QUIET never writes again, and after `close` nothing moves. There is no thread: a late delivery is driven
-by later calls into the same transport, so a caller that goes on without `close` finds its pages overwritten.
-"""
+"""Any transport with faults put in on purpose; it keeps the promises of `transport.base`, and later calls drive a late delivery."""
 
 from __future__ import annotations
 
@@ -272,6 +264,5 @@ class _FaultyTransfer(Transfer):
         return self._status
 
     def _fail(self, reason: str) -> None:
-        """Keep the first cause."""
         if not self._error:
             self._error, self._failed_at_s = reason, self._clock()

@@ -59,7 +59,6 @@ class Fleet:
         )
 
     async def beat(self, daemon: BootstrapDaemon) -> None:
-        """Let every node say how it is."""
         self.beats += 1
         for role in Role:
             for number in range(self.pairs):

@@ -1,8 +1,4 @@
-"""Copies of a rank worker's GPU that wait at a gate, so that a test strikes with a transfer in its midst.
-
-The GPU itself waits, in the stream: what it was given stays with it whatever becomes of the worker's process, and goes on when the
-gate is opened, by a write to memory that both map. Where a stand-in takes CUDA's place, the worker waits in its call.
-"""
+"""Copies of a rank worker's GPU that wait in their stream at a gate, so that a test strikes with a transfer in its midst."""
 
 from __future__ import annotations
 
@@ -45,7 +41,6 @@ class Gate:
 
     @property
     def passing(self) -> int:
-        """How many may."""
         return int(self._numbers[0])
 
     @property
@@ -68,7 +63,6 @@ class Gate:
         return self.passing + 1
 
     def open(self) -> None:
-        """Let all pass."""
         self._numbers[0] = OPEN
 
 

@@ -42,7 +42,6 @@ def window_state(kind: ComponentKind, layers, *, row_bytes: int) -> Component:
 
 
 def deepseek_v4(name: str, *, layer_count: int, sparse, heavy) -> ModelGeometry:
-    """A DeepSeek-V4 model in its production form."""
     return ModelGeometry(
         name=name,
         layer_count=layer_count,

@@ -1,7 +1,4 @@
-"""Processes of GPU tests: each attaches to memory or makes it, does one thing with it and says so.
-
-Functions here are the targets of spawned processes: they get a pipe and plain data, and end when the pipe does.
-"""
+"""Targets of spawned processes of GPU tests: each gets a pipe and plain data, does one thing with memory and says so."""
 
 from __future__ import annotations
 
@@ -46,8 +43,6 @@ COUNTED_AT_ONCE = 1_000
 
 @dataclass
 class Child:
-    """A spawned process and the pipe to it."""
-
     process: BaseProcess
     pipe: Connection
 

@@ -1,8 +1,4 @@
-"""vLLM's side of the connector class as a model: vLLM's names, its calls in their order, and a real node's engine API behind them.
-
-From the hooks to the node's rooms all is kvbridge's own code, with the messages between engine and node encoded. Modelled are vLLM,
-the connection's socket, and what is beyond the node.
-"""
+"""vLLM's calls of the connector class as a model, and a real node's engine API behind kvbridge's own code."""
 
 from __future__ import annotations
 

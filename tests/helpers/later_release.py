@@ -1,7 +1,4 @@
-"""What a later release of kvbridge sends: every message with a field that this one does not know, at every level.
-
-Tests hand `later` models, or let a codec of this release encode what `LaterCodec` makes of them.
-"""
+"""What a later release of kvbridge sends: every message with a field that this one does not know, at every level."""
 
 from __future__ import annotations
 

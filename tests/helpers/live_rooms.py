@@ -1,8 +1,4 @@
-"""Rooms and figures of running daemons, as the tests of endpoints and of life use them.
-
-A `LiveCluster` is a cluster with an engine attached to each side. `serves` is the question that every test of bad input ends with:
-is everybody ready, is every page free, and does the next good room cross byte for byte?
-"""
+"""Rooms and figures of running daemons with an engine attached to each; `serves` asks whether the next good room still crosses."""
 
 from __future__ import annotations
 
@@ -39,7 +35,6 @@ def http(
 
 
 def status(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, Any]:
-    """A daemon's status page."""
     answer = http("GET", daemon, "/status", headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -81,7 +76,6 @@ def busy_pages(daemon: DaemonProcess, headers: Headers | None = None) -> dict[st
 
 
 def all_free(daemon: DaemonProcess, headers: Headers | None = None) -> None:
-    """Wait until every page of a daemon is free."""
     last: list[object] = []
 
     def look() -> bool:
@@ -95,7 +89,6 @@ def all_free(daemon: DaemonProcess, headers: Headers | None = None) -> None:
 
 
 def report(daemon: DaemonProcess, room: int, headers: Headers | None = None) -> dict[str, Any]:
-    """A room's report."""
     answer = http("GET", daemon, f"/v1/requests/{room}", headers=headers)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -137,7 +130,6 @@ class LiveCluster:
 
     @property
     def nodes(self) -> tuple[DaemonProcess, DaemonProcess]:
-        """Prefill and decode."""
         return self.prefill, self.decode
 
     @property
@@ -153,7 +145,6 @@ class LiveCluster:
         return self._decode
 
     def detach(self) -> None:
-        """Let both engines go."""
         for engine in (self._prefill, self._decode):
             if engine is not None:
                 engine.close()
@@ -296,7 +287,6 @@ def raises_code(code: str, call: Callable[[], object]) -> str:
 
 
 def bearer(token: str) -> Headers:
-    """What a caller with this token sends."""
     return {"Authorization": f"Bearer {token}"}
 
 

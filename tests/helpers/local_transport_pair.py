@@ -1,11 +1,4 @@
-"""C4 pages on their way within one host: a transport of this process, a peer process with a pool, and scattered pages.
-
-Owns: `LocalTransportPair`, which a test checks bytes with and a benchmark measures. Without torch.
-
-    with local_transport_pair(directory, MemoryKind.DRAM, pages=512) as bed:
-        seconds = bed.move()        # page rows of all layers, scattered on both sides
-        bed.check()
-"""
+"""C4 pages on their way within one host: a transport of this process, a peer process with a pool, and scattered pages."""
 
 from __future__ import annotations
 
@@ -85,7 +78,6 @@ class LocalTransportPair:
         return took_s
 
     def check(self) -> None:
-        """Compare every byte."""
         shape = (
             (len(self.page_ids), self.layers * self.page_bytes)
             if self.page_first

@@ -9,8 +9,6 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 
 @dataclass(frozen=True)
 class Layout:
-    """How regions lie in memory."""
-
     page_first: bool = False
     pages_per_extent: int | None = None
     stride_extra_bytes: int = 0
@@ -82,8 +80,6 @@ def moved(region: Region, by: int) -> Region:
 
 @dataclass(frozen=True)
 class Instance:
-    """What the ranks of an instance have in common."""
-
     geometry: ModelGeometry
     page_counts: dict[IndexSpace, int]
     pp_size: int = 1
@@ -98,16 +94,13 @@ class Instance:
 
     @property
     def ranks(self) -> list[Rank]:
-        """All ranks, in the order of their ordinals."""
         return [Rank(pp=pp, tp=tp) for pp in range(self.pp_size) for tp in range(self.tp_size)]
 
     def layers(self, pp: int) -> range:
-        """The layers of a stage."""
         edges = (0, *self.boundaries, self.geometry.layer_count)
         return range(edges[pp], edges[pp + 1])
 
     def device_regions(self, rank: Rank, into: AddressSpace) -> list[Region]:
-        """Everything that a rank holds on its device."""
         held = [
             (component, layers, lane_interval(component, rank.tp, self.tp_size))
             for component in self.geometry.components

@@ -97,12 +97,10 @@ class NodeBench:
         return self.service.admit(AdmissionRequest(room=room, **fields))
 
     def hear(self, message: PeerMessage, peer: str = "") -> None:
-        """What a peer says."""
         of_role = self.service if isinstance(self.service, PrefillRooms) else self.service.writers
         of_role.hear(peer or self.peer, message)
 
     def tick(self) -> None:
-        """As its daemon does."""
         self.service.tick()
 
     def room(self, room: int = 1) -> PrefillRoom | DecodeRoom:
@@ -199,11 +197,9 @@ class PrefillBench(NodeBench):
         self.hear(Offer(room=room, **fields), peer)
 
     def abort(self, room: int = 1) -> None:
-        """The decode side gives a room up."""
         self.hear(Abort(room=room, generation=1, code="aborted", message="enough"))
 
     def told(self, kind: type, peer: str | None = None) -> list:
-        """What peers were told of one kind."""
         return pick(self.peers.messages, kind, peer)
 
     def orders(self, rank: Rank | None = None, room: int = 1) -> list[Send]:
@@ -245,7 +241,6 @@ class PrefixBench(PrefillBench):
         super().offer(room, prompt_tokens=len(tokens), prefix_tokens=held, tables=to_wire({FULL: table}))
 
     def all_sent(self, room: int) -> None:
-        """Every order of a room has ended."""
         for rank in self.ranks:
             for order in self.orders(rank, room):
                 self.sent(order, rank, amounts={})
@@ -276,8 +271,6 @@ def ids(pages: Pages, space: IndexSpace = FULL) -> list[int]:
 
 @dataclass
 class DecodeBench(NodeBench):
-    """A decode node."""
-
     adopted: bool = False
     shares_prefixes: bool = True
     keeps_answers: bool = True
@@ -321,7 +314,6 @@ class DecodeBench(NodeBench):
         self.verbs = EngineVerbs(self.service)
 
     def told(self, kind: type, peer: str | None = None) -> list:
-        """What peers were told of one kind."""
         return pick(self.nodes.messages, kind, peer)
 
     def done(self, peer: str = "", rank: Rank = R0, room: int = 1, generation: int = 1, **fields) -> None:
@@ -352,7 +344,6 @@ class KeyedDecode(DecodeBench):
         self.nodes.know()
 
     def keyed(self, room: int, tokens: int, *, keys: Keys | None = None, **fields) -> DecodeRoom:
-        """Admit a room with the keys of its prompt."""
         self.admit(room, tokens, **({"max_new_tokens": TOKENS, "page_hashes": (keys or keys_of(tokens)).data} | fields))
         return self.room(room)
 
@@ -407,8 +398,6 @@ def setup(rank: Rank) -> WorkerSetup:
 
 
 class WorkerBench:
-    """Two ranks."""
-
     def __init__(self) -> None:
         self.messages: list[tuple[str, object]] = []
         self.events = RecordedEvents()

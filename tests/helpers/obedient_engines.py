@@ -1,8 +1,4 @@
-"""Engines in processes of their own that do what they are told, so that they can be killed and frozen.
-
-Owns: one process for each engine, forked from a server that has imported everything (an engine is there in 0.1 s). The bytes are
-the synthetic adapter's. Must not know: what becomes of a room; an error of the daemon is raised here as what it was.
-"""
+"""Engines in processes of their own that do what they are told, so that they can be killed and frozen."""
 
 from __future__ import annotations
 
@@ -140,8 +136,6 @@ class _Idle:
 
 
 class _Prefill(_Idle):
-    """What a prefill engine can be told."""
-
     def __init__(self, runtime_dir: str) -> None:
         self._engine = PrefillEngine.attach(runtime_dir)
         super().__init__(self._engine)
@@ -182,7 +176,6 @@ class _Prefill(_Idle):
             synthetic.fill(view, room=room, tables=tables, section=section, keys=self._keys[room])
 
     def write(self, room: int, tokens: int, start: int, stop: int) -> None:
-        """Fill rows and publish them."""
         self.fill(room, tokens, start, stop)
         self._begun[room].publish(stop)
 
@@ -215,8 +208,6 @@ class _Prefill(_Idle):
 
 
 class _Decode(_Idle):
-    """What a decode engine can be told."""
-
     def __init__(self, runtime_dir: str) -> None:
         self._engine = DecodeEngine.attach(runtime_dir)
         super().__init__(self._engine)

@@ -1,7 +1,4 @@
-"""Processes of other users, where the interpreter and the sources lie in folders that only root may enter.
-
-The process gets a mount namespace in which those folders can be entered, and nothing else of them is there.
-"""
+"""Processes of other users, in a mount namespace where they can enter the folders of the interpreter and of the sources."""
 
 from __future__ import annotations
 

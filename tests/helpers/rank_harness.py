@@ -1,8 +1,4 @@
-"""A request from real prefill rank workers to real decode rank workers, and what must be true of every byte afterwards.
-
-The source's workers run on threads of this process, the destination's in a second process; both map pools that this process made,
-so it can look at every byte of both.
-"""
+"""A request from real prefill rank workers to real decode rank workers, and what must be true of every byte of both pools."""
 
 from __future__ import annotations
 
@@ -39,8 +35,6 @@ PEER = "destination"
 
 @dataclass(frozen=True)
 class Case:
-    """One request and how it is sent."""
-
     tokens: int
     stops: tuple[int, ...] = ()
     """Tokens at which chunks end, before the last one."""
@@ -77,8 +71,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Setting:
-    """Two nodes and what lies between them."""
-
     geometry: ModelGeometry
     source: Ranks
     destination: Ranks

@@ -44,8 +44,6 @@ UNCUT = Chunking()
 
 @dataclass(frozen=True)
 class Ranks:
-    """How an instance is split."""
-
     pp: int = 1
     tp: int = 1
     boundaries: tuple[int, ...] = ()
@@ -85,7 +83,6 @@ class Canvas:
         self._colour = colour
 
     def paint(self) -> None:
-        """Give every byte the colour."""
         for array in self._memory:
             array[:] = self._colour
 
@@ -139,7 +136,6 @@ class Canvas:
         return f"{address:#x}, which belongs to no page"
 
     def close(self) -> None:
-        """Forget the memory."""
         self.views.clear()
         self._memory.clear()
 

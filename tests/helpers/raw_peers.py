@@ -1,8 +1,4 @@
-"""Peers that say whatever a test wants: both ends of the control conversation, made by hand.
-
-Synchronous, one socket each. They number what they send and acknowledge what they get, so that the daemon on the other side has
-nothing to resend; everything else is the test's.
-"""
+"""Both ends of the control conversation, made by hand: they number and acknowledge, and say whatever a test wants."""
 
 from __future__ import annotations
 
@@ -61,11 +57,9 @@ class RawPeer:
         return self.codec.encode(Envelope(**(facts | changed)))
 
     def put(self, frame: bytes) -> None:
-        """Send one frame as it is."""
         self.socket.send(frame)
 
     def send(self, body: PeerMessage) -> None:
-        """Send a message in order."""
         self.put(self.frame(body))
         self.sent += 1
 
@@ -143,6 +137,5 @@ class RawPrefill(RawPeer):
 
 @contextmanager
 def raw_prefill() -> Iterator[RawPrefill]:
-    """A fake prefill node for the length of a test."""
     with RawPrefill() as peer:
         yield peer

@@ -1,9 +1,4 @@
-"""One prefill node and one decode node in memory, with everything that can happen to them; for property tests.
-
-The services, the handshake and the books are the real ones. Links, rank workers and engines are models that are as nasty as the
-real ones may be: a link keeps its order and loses nothing, but a side may take the other for lost, forget it or die; a worker is a
-queue of orders that end well, badly or with it; engines call when they like and die when they like.
-"""
+"""One real prefill and one real decode node in memory, between links, workers and engines that are as nasty as real ones may be."""
 
 from __future__ import annotations
 
@@ -369,7 +364,6 @@ class World(SimulatedCalls):
         self.prefill.service.tick()
 
     def free(self) -> tuple[int, int]:
-        """Pages that a room could have now."""
         if not self.shares:
             return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)
         return sum(self.prefill.book.available_pages().values()), sum(self.book.available_pages().values())

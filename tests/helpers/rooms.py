@@ -108,14 +108,12 @@ def manifest(
 
 
 def describe_decode(incarnation: str = DECODE, endpoint: bytes = b"1", **fields) -> NodeDescription:
-    """What a decode node says of itself."""
     rank = RankDescription(manifest=manifest(), endpoints=(TransportEndpoint(transport="local", data=endpoint),))
     fields = {"role": Role.DECODE, "geometry": GEOMETRY, "ranks": (pack_rank(rank),)} | fields
     return NodeDescription(instance="decode", node="d0", incarnation=incarnation, **fields)
 
 
 def welcome_of(incarnation: str = PREFILL, **fields) -> Welcome:
-    """What a prefill node says of itself."""
     fields = {"tp_size": 1, "ranks": (R0,), "features": FEATURES} | fields
     return Welcome(instance="prefill", node="p0", incarnation=incarnation, pp_size=1, **fields)
 
@@ -133,7 +131,6 @@ def all_rows(geometry: ModelGeometry, demand: Demand, prompt_tokens: int, prefix
 
 
 def lane_rows(amounts: Amounts) -> dict[ComponentKind, int]:
-    """The rows of a report."""
     return {kind: amount.lane_rows for kind, amount in amounts.items()}
 
 

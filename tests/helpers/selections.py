@@ -1,7 +1,4 @@
-"""Record which rows the tiny DeepSeek-V4 selects while it decodes: `python -m tests.helpers.selections`.
-
-Owns: the files `tests/data/selections-*.npz`, their form and how they are made. Must not know: hot buffers, pages.
-"""
+"""Record which rows the tiny DeepSeek-V4 selects while it decodes: `python -m tests.helpers.selections`."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ def selections_file(prompt_tokens: int) -> Path:
 
 
 def load_selections(prompt_tokens: int) -> Selections:
-    """Return a recording."""
     with np.load(selections_file(prompt_tokens), allow_pickle=False) as held:
         return Selections(top_k=held["top_k"], rows=held["rows"])
 
@@ -61,7 +57,6 @@ def record(prompt_tokens: int, *, steps: int = STEPS) -> Selections:
 
 
 def main() -> None:
-    """Write every file anew."""
     FOLDER.mkdir(exist_ok=True)
     for prompt_tokens in RECORDED:
         found = record(prompt_tokens)

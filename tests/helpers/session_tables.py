@@ -20,7 +20,6 @@ not listed is refused and counted (`kvbridge_room_messages_refused_total`), and 
 
 
 def tables_markdown() -> str:
-    """Return the tables as Markdown."""
     prefill = f"## Prefill side\n\n{_markdown(PREFILL_TABLE)}\n{_heard(PREFILL_HEARS)}"
     decode = f"## Decode side\n\n{_markdown(DECODE_TABLE)}\n{_heard(DECODE_HEARS)}"
     return f"{_HEAD}\n{prefill}\n{decode}"

@@ -1,8 +1,4 @@
-"""Shared memory behind a file, as a numpy array, and as the `Extent` that a transport registers.
-
-Two processes that open the same file see the same bytes, so a test can look into a peer that is
-stopped.
-"""
+"""Memory that transports move, shared behind a file or on a device, and a connection to a peer."""
 
 from __future__ import annotations
 
@@ -53,11 +49,9 @@ class SharedBuffer:
         return self.bytes[offset : self.length_bytes if length is None else offset + length]
 
     def write(self, content: npt.NDArray[np.uint8], offset: int = 0) -> None:
-        """Replace some bytes."""
         self.bytes[offset : offset + content.nbytes] = content
 
     def fill(self, value: int, offset: int = 0, length: int | None = None) -> None:
-        """Set every byte of a part."""
         self.read(offset, length)[:] = value
 
     def close(self) -> None:
@@ -105,19 +99,16 @@ class DeviceBuffer:
         )
 
     def read(self, offset: int = 0, length: int | None = None) -> Bytes:
-        """Return a copy of some bytes."""
         found = np.empty(self.length_bytes - offset if length is None else length, dtype=np.uint8)
         self._copy(int(found.ctypes.data), self.address + offset, found.nbytes)
         return found
 
     def write(self, content: Bytes, offset: int = 0) -> None:
-        """Replace some bytes."""
         assert offset + content.nbytes <= self.length_bytes
         content = np.ascontiguousarray(content)
         self._copy(self.address + offset, int(content.ctypes.data), content.nbytes)
 
     def fill(self, value: int, offset: int = 0, length: int | None = None) -> None:
-        """Set every byte of a part."""
         length_bytes = self.length_bytes - offset if length is None else length
         runtime.fill(self.device, self.address + offset, length_bytes, value, stream=self._stream.handle)
         self._stream.synchronize()

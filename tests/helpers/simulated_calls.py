@@ -128,7 +128,6 @@ class SimulatedCalls:
             self.decode_verbs.provide(room, pages, prefix_tokens=prefix_tokens)
 
     def decode_engine_hears(self, event: RoomEvent) -> None:
-        """What an engine with pages of its own makes of an event."""
         owner = Owner(event.room, event.generation)
         if not self.adopted:
             return

@@ -1,8 +1,4 @@
-"""What the pages of two nodes hold, page by page, and the pages of engines that bring their own, for `room_simulation`.
-
-A page holds what was written last: a page key (all rows of that page of that prompt), or words that say whose it is. So a page that
-is given to somebody while others still read it, or written by somebody late, is seen at once.
-"""
+"""What the pages of two nodes hold, by page key or by owner, and the pages of engines that bring their own."""
 
 from __future__ import annotations
 

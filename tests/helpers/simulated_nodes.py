@@ -1,8 +1,4 @@
-"""Rank workers and engines as models, for `room_simulation`: as nasty as the real ones may be.
-
-A worker is a queue of orders that end well, badly or with it, each by the endpoints that it knew when it began; engines
-use pages until they say that they do not.
-"""
+"""Rank workers and engines as models, for `room_simulation`: queues of orders that end well, badly or with their worker."""
 
 from __future__ import annotations
 

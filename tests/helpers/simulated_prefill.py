@@ -108,7 +108,6 @@ class PrefillNode:
                 self.service.orders.hear(message)
 
     def engine_hears(self, event: RoomEvent) -> None:
-        """What an engine with pages of its own makes of an event."""
         if event.kind in {"completed", "aborted", "failed"}:
             self.pool.give_back(Owner(event.room, event.generation))
 

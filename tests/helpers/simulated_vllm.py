@@ -1,8 +1,4 @@
-"""vLLM's scheduler and worker as a model around our connector's two halves, with the assertions by which vLLM dies.
-
-Blocks, prefix cache, chunks, preemption, waiting for remote KV caches, both failure policies: as vLLM's scheduler has them, in the
-order of its calls. What a block holds is a label, written and read through `Memory`.
-"""
+"""vLLM's scheduler and worker as a model around our connector's two halves, with the assertions by which vLLM dies."""
 
 from __future__ import annotations
 
@@ -36,8 +32,6 @@ class Status(Enum):
 
 @dataclass
 class Job:
-    """A request in vLLM's scheduler."""
-
     request: Request
     tokens: Sequence[int]
     labels: list[Hashable]

@@ -19,8 +19,6 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """One span as it came."""
-
     service: str
     resource: dict[str, Any]
     name: str
@@ -90,7 +88,6 @@ def _received(body: bytes) -> Iterator[ReceivedSpan]:
 
 @contextmanager
 def span_collector(**settings: Any) -> Iterator[Collector]:
-    """A running collector on a free port."""
     collector = Collector(**settings)
 
     class Handler(BaseHTTPRequestHandler):

@@ -52,8 +52,6 @@ class Alone:
 
 
 class SparseModelPair:
-    """The tiny model on one device, in one encoding."""
-
     def __init__(
         self, encoding: Encoding = Encoding.NATIVE, device: str = "cpu", config: dict[str, Any] | None = None
     ) -> None:
@@ -102,8 +100,6 @@ class SparseModelPair:
 
 @dataclass
 class SparseRequest:
-    """One request that is decoded sparsely."""
-
     decoder: SparseDecoder
     slot: int
     cache: DynamicCache

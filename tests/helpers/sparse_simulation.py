@@ -1,8 +1,4 @@
-"""A hot buffer beside a plain model of what it must hold: for each request, layer and row the very bytes.
-
-The plain model knows nothing of slots, rings or pages: a row is a function of who, where and which. After each step every selected
-row's physical row must hold those bytes, and host pages must hold them once they are backed up.
-"""
+"""A hot buffer beside a plain model of what it must hold, which knows nothing of slots, rings or pages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Engines beside daemons with a stand-in for CUDA: they look at device memory as at host memory, since that is what it is there.
-
-Owns: what such an engine's process is made to do first, and what the daemons' processes are. Must not know: rooms, tests.
-"""
+"""Engines beside daemons with a stand-in for CUDA: they look at device memory as at host memory."""
 
 from __future__ import annotations
 

@@ -75,7 +75,6 @@ def stored_object(name: str, *buffers: ctypes.Array[ctypes.c_char]) -> StoredObj
 
 
 def ids(*pages: int) -> np.ndarray:
-    """Page ids as requests name them."""
     return np.array(pages, dtype=np.int32).reshape(-1, 1)
 
 

@@ -1,7 +1,4 @@
-"""A whole world for swap-in: a host pool, a hot region and the state, in torch tensors on any device, and what must be true.
-
-Rows are told apart by their bytes: each is random, and the model of a request is a dictionary of its rows.
-"""
+"""A whole world for swap-in in torch tensors on any device: a host pool, a hot region and the state; rows are random bytes."""
 
 from __future__ import annotations
 
@@ -106,7 +103,6 @@ class SwapInSimulation:
                 self.write(layer, self.ring_place(request, row), self.host_row(layer, request, row))
 
     def ring_place(self, request: int, row: int) -> int:
-        """Physical row of a row in the ring."""
         return request * self.shape.rows_per_request + self.shape.hot_rows + row % self.shape.ring_rows
 
     def host_row(self, layer: int, request: int, row: int) -> np.ndarray:
@@ -121,7 +117,6 @@ class SwapInSimulation:
         return _row(self.shape, hot[layer, page], slot)
 
     def write(self, layer: int, place: int, content: np.ndarray) -> None:
-        """Put a row at a physical row."""
         page, slot = divmod(place, self.shape.slots_per_page)
         at = 0
         for part, length in enumerate(self.shape.row_parts_bytes):
@@ -147,7 +142,6 @@ class SwapInSimulation:
         self.check_state()
 
     def check_state(self) -> None:
-        """Residency and its inverse agree."""
         forward, backward = self.slot_of_row.cpu().numpy(), self.row_of_slot.cpu().numpy()
         for layer, request in np.ndindex(self.layers, self.requests):
             rows = np.flatnonzero(forward[layer, request] >= 0)

@@ -1,17 +1,10 @@
-"""An engine that computes nothing: rows whose bytes say where they belong.
+"""An engine that computes nothing: rows whose bytes say where they belong, so that a missing, moved, stale or foreign byte is seen.
 
-Owns: the function from (seed, component, layer, lane, row, byte) to a byte, filling pages with it and checking them.
-Must not know: what real rows mean, how bytes travelled, who shares a page.
+Bytes come in words of eight: a mixed key of the row xored with one of the word's place in the row, mixed once more. The *seed* says
+whose rows they are: the room, or with page keys what a model would give them:
 
-The oracle for replays, benchmarks and fault tests: a byte that is missing, moved, stale or of another room differs from
-what belongs there. Bytes come in words of eight: a word is a mixed key of the row xored with one of the word's place in
-the row, mixed once more, so that a block of rows costs a few passes over memory and no hashing of single bytes.
-
-The *seed* says whose rows they are. Without page keys it is the room. With them, rows have what a model would give them, the
-same wherever the same tokens came before, and nowhere else:
-
-- growing rows of a page that has a key: the first eight bytes of the key. Two rooms with one prefix have the same bytes there;
-- growing rows behind the last key, those of a page that is not whole: the room, since nobody shares them;
+- growing rows of a page that has a key: the first eight bytes of the key;
+- growing rows behind the last key: the room, since nobody shares them;
 - windows and states: the key of the prompt's last page when the prompt ends with it, as a checkpoint does, else the room.
 """
 
@@ -63,7 +56,6 @@ class Mismatch:
     """How many bytes of this row and lane are wrong."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return every fact by its name."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -164,7 +156,6 @@ class _Block:
     held: Rows
 
     def mismatches(self, most: int) -> list[Mismatch]:
-        """Describe the first wrong rows."""
         component, region = self.view.component, self.view.region
         shape = (len(self.wanted), region.lanes, component.row_bytes)
         wanted, held = self.wanted.reshape(shape), self.held.reshape(shape)

@@ -35,8 +35,6 @@ class Pools:
 
 @dataclass(frozen=True)
 class Form:
-    """How pools lie in memory."""
-
     layers: Sequence[int] | None = None
     host: frozenset[ComponentKind] = NO_HOST
     page_first: bool = False
@@ -129,7 +127,6 @@ def _table(
 
 
 def load_config() -> dict[str, Any]:
-    """Its config.json."""
     text = resources.files("kvbridge.engine.adapters").joinpath("tiny_deepseek_v4.json").read_text(encoding="utf-8")
     config: dict[str, Any] = json.loads(text)
     return config

@@ -17,6 +17,5 @@ def trace_line(number: int = 0, **changes: object) -> dict[str, object]:
 
 
 def write_trace(path: Path, count: int) -> Path:
-    """Write a trace of so many requests."""
     path.write_text("".join(json.dumps(trace_line(number)) + "\n" for number in range(count)))
     return path

@@ -1,7 +1,4 @@
-"""A newcomer's cluster: a directory that `kvbridge init` wrote, `kvbridge up` on it, and what that printed.
-
-Every wait has a deadline; the ports are its own; Ctrl-C ends the cluster at the latest when its context does.
-"""
+"""A newcomer's cluster: a directory that `kvbridge init` wrote, `kvbridge up` on it, and what that printed."""
 
 from __future__ import annotations
 
@@ -85,7 +82,6 @@ class TriedCluster:
                 process.wait(END_S)
 
     def url(self, role: str) -> str:
-        """Where a daemon's HTTP API is."""
         return f"http://127.0.0.1:{self.ports[role]}"
 
     def said(self, text: str) -> str:

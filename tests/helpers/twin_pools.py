@@ -112,7 +112,6 @@ class TwinPools:
                             page_bytes(self._in(rank), region, page)[:] = page_bytes(self._in(earlier), other, page)
 
     def content(self) -> list[list[Array]]:
-        """All bytes."""
         return [[each.copy() for each in memory] for memory in self.memory]
 
     def compare(self, expected: list[list[Array]]) -> None:

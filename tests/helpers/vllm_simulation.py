@@ -173,8 +173,6 @@ class Side:
 
 
 class Pair:
-    """Everything."""
-
     def __init__(self, *, recompute: bool, caches: bool = True) -> None:
         self.rooms = 0
         self.world = World(adopted=True)

@@ -1,7 +1,4 @@
-"""A rank worker over transports that do what a test says.
-
-Owns: the fakes, and the messages that a node would send. Must not know: what is tested.
-"""
+"""A rank worker over transports that do what a test says."""
 
 from __future__ import annotations
 

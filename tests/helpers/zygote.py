@@ -1,10 +1,4 @@
-"""Processes of kvbridge, forked from one that has imported everything: a daemon is there in a tenth of the processor time.
-
-Owns: the zygote of this process, and one below each daemon for its rank workers. Must not know: what the forked processes do.
-
-A forked process is a true child of whoever asked for it: it has its own session, exit code, command line and descriptors. A process
-between both forks ends at once, and the kernel gives its child to the one who asked, who is a subreaper meanwhile.
-"""
+"""Processes of kvbridge, forked from one that has imported everything: true children of whoever asks."""
 
 from __future__ import annotations
 
@@ -61,8 +55,6 @@ _ENVIRONMENT = dict(os.environ)
 
 @dataclass
 class Order:
-    """A process that is to be forked."""
-
     command: list[str]
     """Behind the interpreter and `-P`."""
     environment: dict[str, str]
@@ -76,8 +68,6 @@ class Order:
 
 
 class Zygote:
-    """The asking end of a zygote's socket."""
-
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
 

@@ -1,7 +1,4 @@
-"""Pictures of the status page for the documentation: `python -m tests.page.pictures` writes docs/images/status-page-*.png.
-
-Real daemons with rooms of every kind, and bootstrap with 200 instances that only its heartbeats are of.
-"""
+"""Pictures of the status page for the documentation, `python -m tests.page.pictures`; and a Chromium for tests of the page."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ CURVES_S = 12.0
 
 
 def main() -> None:
-    """Write every picture."""
     with browser() as tab:
         pages = {"full": 256, "swa": 64, "request": 32}
         with live_cluster(pages=pages, host_pages=96, prefill={"timeouts": {"begin_s": 6}}) as live:

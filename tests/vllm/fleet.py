@@ -1,7 +1,4 @@
-"""The servers of the suite: started together once, asked by all cases, and looked at after each.
-
-Owns: which servers there are, and when one is missing something. Must not know: cases.
-"""
+"""The servers of the suite: started together once, asked by all cases, and looked at after each."""
 
 from __future__ import annotations
 

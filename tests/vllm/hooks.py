@@ -1,7 +1,4 @@
-"""What vLLM itself says of the connector class, without a server: its name, its hooks, its counts, and vLLM's own objects.
-
-Run by vLLM's Python (`test_guide.py` does).
-"""
+"""What vLLM itself says of the connector class, without a server; `test_guide.py` has vLLM's Python run this."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """Write a model with random weights for vLLM: `python tests/vllm/models.py tiny|fat DIRECTORY`. Runs in vLLM's environment.
 
-Must not know: kvbridge, servers. A prompt is a list of token ids; the tokenizer exists because a server wants one.
-
-Attention weighs much in these models, unlike in one that is freshly initialised: what a block holds, and which tokens it is of,
-changes the answer. So an answer that is right was computed from the right cache.
+Attention weighs much in these models: what a block holds, and which tokens it is of, changes the answer.
 """
 
 from __future__ import annotations

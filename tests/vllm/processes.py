@@ -1,7 +1,4 @@
-"""Processes of a vLLM server: found by parentage, killed, frozen, and ended whatever happens.
-
-Must not know: HTTP, kvbridge's messages.
-"""
+"""Processes of a vLLM server: found by parentage, killed, frozen, and ended whatever happens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prompts that nobody has asked for before, and what a server answered.
-
-A prompt is drawn from a seed: so no case finds in a cache what another case left there, unless it wants to.
-"""
+"""Prompts drawn from a seed, so that no case finds in a cache what another left there; and what a server answered."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Real vLLM servers: started, asked, looked into, struck and ended.
-
-Owns: how a server is started and what is asked of it. Must not know: cases, what is right.
-
-Runs in the repository's own environment; the servers run in vLLM's (`Setup.python`). All processes listen on loopback.
-"""
+"""Real vLLM servers on loopback, in vLLM's own environment: started, asked, looked into, struck and ended."""
 
 from __future__ import annotations
 

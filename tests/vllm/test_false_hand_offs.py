@@ -1,8 +1,6 @@
-"""What a client gets when decode is told something wrong about where its prompt's KV cache is: the right tokens, or an error.
+"""The right tokens or an error, when decode is told something wrong about where its prompt's KV cache is: vLLM's issue 52234.
 
-The five cases of vLLM's issue 52234, each with the prompt that the reference was of and, where it matters, with another one that
-ends in the same token, as prompts of one chat template do. Both connectors under vLLM's default policy, `fail`. What NixlConnector
-does is in the table, and not asserted. The table, `false-hand-offs.md` among the results, is docs/vllm-false-hand-offs.md.
+Both connectors run under vLLM's default policy, `fail`; NixlConnector's column of docs/vllm-false-hand-offs.md is not asserted.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Servers, nodes and workers killed or frozen: each request ends by vLLM's policy, and everybody else goes on.
 
-The decode server with Mooncake computes again what could not be loaded (`recompute`), the one with NIXL says an error (`fail`).
-Both are asked in each case. A transfer is caught in the middle by freezing prefill's worker, which moves the bytes, before decode
-asks.
+The decode server with Mooncake computes again (`recompute`), the one with NIXL says an error (`fail`); both are asked in each case.
 """
 
 from __future__ import annotations

@@ -33,8 +33,6 @@ BLOCKS = 32
 
 @dataclass(frozen=True)
 class Beds:
-    """Two memories of the same size."""
-
     device: int
     host: int
     stream: int
@@ -42,12 +40,10 @@ class Beds:
     replays: int
 
     def sides(self, way: str) -> tuple[int, int]:
-        """Addresses of source and destination."""
         return (self.device, self.host) if way == "d2h" else (self.host, self.device)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure everything."""
     torch.cuda.set_device(0)
     size = POOL_PAGES * PAGE_BYTES
     with host_memory(size) as mapping, device_memory(size) as device, torch.cuda.stream(torch.cuda.Stream()):
@@ -63,7 +59,6 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _case(beds: Beds, way: str, *, layers: int, pages: int) -> dict[str, Any]:
-    """Check and time one copy."""
     source, target = beds.sides(way)
     each = POOL_PAGES // layers
     ids = [torch.randperm(each, device="cuda", dtype=torch.int32)[:pages].contiguous() for _ in range(2)]
@@ -120,5 +115,4 @@ def _wrong_pages(source: int, target: int, ids: list[torch.Tensor], *, layers: i
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures and their budgets for a reader."""
     return with_budgets(found["cases"], of_page_copies(found["cases"]))

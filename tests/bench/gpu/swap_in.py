@@ -1,10 +1,6 @@
-"""Swap-in under the conditions of `sglang_h200.json`, beside the bare gather of the same missing rows.
+"""Swap-in under the conditions of `sglang_h200.json`, beside the bare gather of the same missing rows; checked before it is timed.
 
-Every case is checked byte by byte before it is timed.
-
-Timing: one CUDA graph of [event, a call for each of 8 layers, event] (fewer layers for large calls), 21 replays, the median, over
-the number of calls. Before each replay, outside of the events: the state is restored, the next of three selections is
-written, 256 MiB go through the second-level cache.
+The median of 21 replays of one CUDA graph over 8 layers or fewer. Before each: state restored, next selection, cache flushed.
 """
 
 from __future__ import annotations
@@ -47,7 +43,6 @@ REPLAYS = 21
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure the table."""
     torch.cuda.set_device(0)
     sizes, batches, shares = QUICK if quick else FULL
     pool_bytes = POOL_PAGES * PAGE_BYTES
@@ -76,7 +71,6 @@ class SwapInBench:
         self._stream = torch.cuda.current_stream().cuda_stream
 
     def case(self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> dict[str, Any]:
-        """Check and time one case."""
         misses = misses_of(top_k, miss_percent)
         layers = layers_for(scene.batch, misses)
         selections = scene.select(top_k=top_k, misses=misses, layers=layers)
@@ -150,5 +144,4 @@ class SwapInBench:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures and their budgets for a reader."""
     return with_budgets(found["cases"], of_swap_ins(found["cases"]))

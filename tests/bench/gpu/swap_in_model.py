@@ -1,13 +1,7 @@
 """The scene of the swap-in benchmark: requests after long decoding, their hot buffers, and a host pool of 4.57 GiB.
 
-The conditions are the same for everybody who is compared: what is resident, what is selected, where host pages lie. Everything is
-made on the device by whole-tensor operations.
-
-A request has 32,768 rows on the host in 512 pages, scattered over its layer's region of batch x 512 pages. Layers use different
-regions until the pool is used up.
-
-Of a request's hot slots each holds a random row; when it was used last is random, too. A selection is `misses` rows that are not
-resident and otherwise resident ones, shuffled. No row is in the ring.
+A request has 32,768 rows in 512 scattered host pages. Hot slots hold random rows of random age. A selection is `misses` rows
+that are not resident and otherwise resident ones, shuffled; no row is in the ring.
 """
 
 from __future__ import annotations
@@ -35,7 +29,6 @@ CHECKED_ROWS = 65_536
 
 
 def layers_for(batch: int, misses: int) -> int:
-    """How many layers one graph calls."""
     call_bytes = batch * misses * ROW_BYTES
     if call_bytes >= 50e6:
         return 2
@@ -43,7 +36,6 @@ def layers_for(batch: int, misses: int) -> int:
 
 
 def misses_of(top_k: int, miss_percent: int) -> int:
-    """How many of the selected rows are missing."""
     return round(top_k * miss_percent / 100)
 
 
@@ -131,7 +123,6 @@ class SwapInModel:
             array[:layers].copy_(fresh[:layers])
 
     def select(self, *, top_k: int, misses: int, layers: int) -> Selections:
-        """Prepare the selections of a case."""
         hits = top_k - misses
         turn = torch.arange(SETS, device=self._where)[:, None]
         hit_at = (turn * hits + torch.arange(hits, device=self._where)) % self.hot_rows
@@ -189,7 +180,6 @@ class SwapInModel:
     # --------------------------------------------------------------------------------------- inside
 
     def _make_pages(self) -> None:
-        """Host pages of the requests, and their ranks."""
         ids = torch.randperm(self.batch * PAGES, generator=self._random, device=self._where).reshape(self.batch, PAGES)
         ranks = ids.argsort(dim=1).argsort(dim=1)
         self.pages = torch.stack([ids, ranks], dim=2).int().contiguous()

@@ -1,8 +1,4 @@
-"""How long work takes on the device: events inside CUDA graphs, or around calls that no graph can hold.
-
-Events outside of a graph would count the launch of the graph itself, some microseconds, which is more than a whole call of some
-kernels here.
-"""
+"""Device time of work, by events in CUDA graphs or around calls; memory and rows that are measured; a bare gather; budgets."""
 
 from __future__ import annotations
 
@@ -65,7 +61,6 @@ class TimedGraph:
         return float(checked(library.cudaEventElapsedTime(*self._events)))
 
     def close(self) -> None:
-        """Give the graph and the events back."""
         checked(library.cudaGraphExecDestroy(self._graph))
         for event in self._events:
             checked(library.cudaEventDestroy(event))
@@ -125,10 +120,7 @@ GATHER_SHAPES = ((132, 256), (132, 1024))
 
 @dataclass(frozen=True)
 class BenchSource(Source):
-    """A source that lies beside this file."""
-
     def text(self) -> str:
-        """The source; it includes nothing."""
         return (Path(__file__).parent / f"{self.name}.cu").read_text()
 
 
@@ -208,7 +200,6 @@ def host_memory(length_bytes: int, device: int = 0) -> Iterator[SharedMapping]:
 
 @contextmanager
 def device_memory(length_bytes: int, device: int = 0) -> Iterator[int]:
-    """Device memory of undefined content; yields its address."""
     address = runtime.allocate(device, length_bytes)
     try:
         yield address
@@ -275,7 +266,6 @@ Row = tuple[str, float, str, str]
 
 
 def with_budgets(cases: Sequence[Case], rows: Iterable[Row]) -> str:
-    """Return the tables of cases and of their budgets."""
     return f"{cases_table(cases)}\n{table(('budget', 'measured', 'limit', ''), rows)}"
 
 

@@ -1,8 +1,4 @@
-"""The local transport from GPU memory into a shared host pool: this process's, which a process with the GPU writes.
-
-What is moved is the C4 part of requests, 21 layers, pages scattered on both sides; beside it one plain copy of as many bytes by the
-copy engine. A transfer is looked after as a rank worker does.
-"""
+"""The local transport of C4 pages from GPU memory into a shared host pool, beside one plain copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +55,6 @@ class Told:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure requests of two lengths."""
     with host_target() as (told, mapping), child(write, told) as writer:
         words = torch.frombuffer(mapping.buffer, dtype=torch.int64)
         cases = [_case(writer, words, pages, 3 if quick else TURNS) for pages in (128, 512)]
@@ -69,7 +64,6 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 @contextmanager
 def host_target() -> Iterator[tuple[Told, SharedMapping]]:
-    """A shared host pool behind a transport of this process."""
     name = f"kvbridge-bench-{os.getpid()}-{secrets.token_hex(4)}"
     threads = min(16, os.cpu_count() or 1)
     with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, LENGTH_BYTES, threads=threads) as mapping:
@@ -173,5 +167,4 @@ def _finish(transfer: Transfer, pauses: Pauses) -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures and their budgets for a reader."""
     return with_budgets(found["cases"], of_transport(found["cases"]))

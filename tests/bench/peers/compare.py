@@ -1,19 +1,12 @@
 """kvbridge against SGLang's own sender and receiver, in turns: `make bench-peers`. `SGLANG` names its environment.
 
-Two processes of SGLang (`sglang_end.py`, an environment of its own) and kvbridge's daemons run beside each other on the same cores,
-both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flash; only one of the two has anything to do at a time.
+Both go over Mooncake's TCP on loopback with the geometry of DeepSeek-V4-Flash; the bytes of both are compared first.
 
-- *One page*: all is computed. SGLang's clock runs from the creation of its receiver (its sender is there and polls) until `poll` of
-  the receiver says Success; kvbridge's from the router's request to decode until the decode engine's `claim` has returned. What
-  SGLang has in front of its scheduler, HTTP and a tokenizer, is not in it; kvbridge's HTTP is.
-- *Long prompts*: both receivers wait, both senders know their pages. The clock runs from the first `send` or `publish` until
-  Success or the claim. Either side publishes 8,192 tokens at a time, one after the other, without computing in between.
+- *One page*: from the creation of SGLang's receiver until Success; from the router's request to decode until the claim returns.
+- *Long prompts*: from the first `send` or `publish` until Success or the claim, 8,192 tokens at a time.
 
-SGLang sends a whole page of windows with every request. So does kvbridge from `page_first` pools; from `layer_first` ones it
-sends the rows that are live, 4 MB less, so times for each MB stand beside the times. Pages of long prompts are consecutive on
-both sides, or as pools that have been in use give them: runs of 8 on kvbridge's side (as many as a
-trace leaves), single ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are
-compared before anything is measured.
+SGLang sends a whole page of windows with every request, kvbridge from `layer_first` pools only live rows: times for each MB stand
+beside. Pages are consecutive, or in runs of 8 on kvbridge's side and single on SGLang's, as pools in use give them.
 """
 
 from __future__ import annotations
@@ -189,7 +182,6 @@ def _compared(crossed: list[Crossed], taken_s: list[float], sglang_bytes: int) -
 
 
 def table(found: dict[str, Any]) -> str:
-    """The result as plain text."""
     headings = ("", "tokens", "kvbridge ms", "SGLang ms", "MB of both", "ms a MB", "x as fast", "budget")
     rows = map(_row, [*found["one_page"], *found["long"]])
     lines = [text(headings, rows)]

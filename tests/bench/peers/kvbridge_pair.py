@@ -1,7 +1,4 @@
-"""kvbridge's two daemons over Mooncake's TCP, with an engine attached to each: `kvbridge_pair`.
-
-Routers and engines are this process. What a router asks decode goes over one kept connection, as a router's does.
-"""
+"""kvbridge's two daemons over Mooncake's TCP, with an engine attached to each; this process is router and engines."""
 
 from __future__ import annotations
 
@@ -42,8 +39,6 @@ PATIENCE = {"begin_s": 3600.0, "offer_s": 3600.0, "room_s": 3600.0}
 
 @dataclass(frozen=True)
 class Crossed:
-    """A room that came through."""
-
     total_s: float
     phases_s: dict[str, float]
     bytes: int
@@ -74,8 +69,6 @@ def kvbridge_pair(pages: int, rooms: int, layout: str) -> Iterator[KvbridgePair]
 
 
 class KvbridgePair:
-    """Daemons and engines, and the router between them."""
-
     def __init__(
         self, running: Cluster, router: _Router, sender: PrefillEngine, receiver: DecodeEngine, pages: int
     ) -> None:

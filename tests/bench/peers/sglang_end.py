@@ -111,8 +111,6 @@ def arguments(kv: Pool, windows: Pool, requests: Pool, metadata: MetadataBuffers
 
 
 class End:
-    """What both roles have."""
-
     def __init__(self) -> None:
         server_args = (
             get_context()

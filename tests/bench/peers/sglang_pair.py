@@ -25,8 +25,6 @@ Pages = list[int]
 
 
 class _End(ChildProcess):
-    """One of the two, and its lines."""
-
     def __init__(self, role: str, folder: Path) -> None:
         super().__init__(f"SGLang's {role} end", folder / f"sglang-{role}.log", ends_with_us=True)
         self._role, self._held = role, b""

@@ -1,9 +1,6 @@
 """vLLM with kvbridge beside vLLM with NixlConnector, on the same work in one run: `make bench-vllm`. `VLLM` names vLLM's Python.
 
-Two prefill and two decode servers run beside each other on the same cores, one pair for each connector, both over UCX's TCP on
-loopback; connectors take turns within each repetition. NixlConnector is eased (`tests/vllm/eased`): its progress thread spins as it
-comes, and on a machine with two cores a comparison would measure that. What a load takes is measured alike for both, around vLLM's
-hooks (`timed/timed_connectors.py`): from the allocation of decode's blocks to the report that they are filled.
+Connectors take turns on the same cores, over UCX's TCP. NixlConnector is eased (`tests/vllm/eased`): its progress thread spins.
 """
 
 from __future__ import annotations
@@ -56,7 +53,6 @@ Row = tuple[object, ...]
 
 
 def table(found: dict[str, Any]) -> str:
-    """All tables of one result."""
     title = f"Medians and ranges of {found['turns']} turns"
     rows = [row for name, tell in _ROWS.items() for row in tell(found[name])]
     return text(("", "kvbridge", "NixlConnector, eased", "budget", "met"), rows, title)

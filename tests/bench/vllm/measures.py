@@ -1,7 +1,4 @@
-"""What is measured of vLLM with kvbridge beside vLLM with NixlConnector: one function for each part.
-
-Connectors take turns within each repetition.
-"""
+"""The parts of the comparison of vLLM with kvbridge and with NixlConnector; connectors take turns within each repetition."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The servers that are measured: one prefill and one decode server for each connector, and how they are asked.
-
-Both pairs run at the same time on the same cores, and only one of them has anything to do. NixlConnector is eased (see
-`tests/vllm/eased`): as it comes, its progress thread alone takes a core of a machine that has two.
-"""
+"""The measured servers: prefill and decode for each connector, on the same cores; and the times that their hooks have written."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Shape:
-    """What both pairs are."""
-
     model: str
     cache_gib: int
     """Of decode; prefill has 1 GiB."""
@@ -36,8 +30,6 @@ class Shape:
 
 @dataclass
 class Measured:
-    """One connector's servers."""
-
     connector: str
     pair: Pair
     hooks: dict[str, HookTimes]
@@ -45,7 +37,6 @@ class Measured:
 
     @property
     def servers(self) -> tuple[Server, Server]:
-        """Both."""
         return self.pair.prefill, self.pair.decode
 
 
@@ -170,7 +161,6 @@ def _rows(file: Path) -> Iterator[Row]:
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and range."""
     return {
         "median": median(values),
         "p99": percentile(values, 99),

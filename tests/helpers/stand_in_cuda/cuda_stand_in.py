@@ -1,9 +1,6 @@
-"""CUDA on a machine without a GPU, for whole daemons: device memory is shared host memory, and the processor copies.
+"""CUDA for whole daemons without a GPU: device memory is shared host memory, and the processor copies.
 
-It stands where `cuda.bindings` and the copy kernel do, so everything of kvbridge itself runs: workers that allocate and export,
-engines and peers that open by handle, points that are reached when a test says so. What it cannot show is what a GPU does.
-
-Processes find it through `sitecustomize` in this folder, which the test puts on their PYTHONPATH.
+It stands where `cuda.bindings` and the copy kernel do. Processes find it through `sitecustomize` in this folder.
 """
 
 from __future__ import annotations

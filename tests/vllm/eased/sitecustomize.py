@@ -1,8 +1,6 @@
 """What makes NixlConnector bearable on a small host; read by each Python process that has this directory in its PYTHONPATH.
 
-Two settings that neither vLLM nor NIXL lets one choose make two servers on two cores stand nearly still, which is nothing that a
-comparison should measure: NIXL's progress thread looks without a pause (`pthrDelay` 0), and on processors vLLM pins the thread that
-computes to the last core of its NUMA node, that of the other server. Here the thread pauses, and nothing is pinned.
+NIXL's progress thread looks without a pause, and vLLM pins both servers' threads to one core. Here neither is so.
 """
 
 from __future__ import annotations

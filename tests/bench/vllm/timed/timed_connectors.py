@@ -64,14 +64,12 @@ class Rows:
         atexit.register(self.write)
 
     def write(self) -> None:
-        """Append what is kept."""
         rows, self._rows = self._rows, []
         if rows:
             with self._path.open("a") as file:
                 file.write("\n".join(rows) + "\n")
 
     def add(self, at_s: float, what: str, seconds: float, request: str = "") -> None:
-        """Keep a row."""
         self._rows.append(json.dumps([at_s, what, seconds, request]))
         if len(self._rows) >= ROWS_KEPT:
             self.write()
