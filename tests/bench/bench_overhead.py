@@ -20,7 +20,7 @@ from kvbridge.engine.prefill import PrefillEngine
 from tests.bench.output import percentile
 from tests.bench.output import table as text
 from tests.helpers.cluster import Cluster, cluster
-from tests.helpers.live_rooms import write
+from tests.helpers.live_rooms import control_of, write
 from tests.helpers.rank_harness import Case
 
 PROMPT_TOKENS = 256
@@ -52,9 +52,7 @@ def _request(
 ) -> dict[str, float]:
     prefill.admit(room, prompt_tokens=PROMPT_TOKENS)
     write(prefill, room, Case(PROMPT_TOKENS))
-    control = running.prefill.endpoint().control
-    assert control is not None
-    body = {"room": room, "prompt_tokens": PROMPT_TOKENS, "prefill": [control.model_dump()]}
+    body = {"room": room, "prompt_tokens": PROMPT_TOKENS, "prefill": [control_of(running.prefill)]}
     begun_s = time.monotonic()
     client.post(f"{running.decode.url}/v1/requests", json=body).raise_for_status()
     claimed = decode.claim(room, timeout_s=20)

@@ -23,6 +23,7 @@ from kvbridge.core.ids import ROOM_BITS
 from kvbridge.processes import child_environment
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.bench.load_engine import NUMBER_BITS, Facts
+from tests.helpers.live_rooms import control_of
 
 WAYS = ("bootstrap", "daemons", "engine")
 ROOM_LIMIT_S = 30.0
@@ -204,10 +205,8 @@ class Load:
 @asynccontextmanager
 async def load(cluster: Cluster, facts: Facts, identity: PrefixIdentity | None = None) -> AsyncIterator[Load]:
     """Attach engines to a running pair; they end with the context. `identity`: of the model, where rooms have prompts."""
-    control = cluster.prefill.endpoint().control
-    assert control is not None
     endpoints = [Endpoint(daemon.url) for daemon in (cluster.bootstrap, cluster.prefill, cluster.decode)]
-    running = Load(cluster, facts, identity, *endpoints, control=control.model_dump())
+    running = Load(cluster, facts, identity, *endpoints, control=control_of(cluster.prefill))
     async with AsyncExitStack() as stack:
         stack.callback(running.rest)
         for role, daemon in (("prefill", cluster.prefill), ("decode", cluster.decode)):

@@ -18,7 +18,7 @@ from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
 from tests.faults.cells import ENDS, LOST, State
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import all_free, busy_pages, http, status
+from tests.helpers.live_rooms import all_free, busy_pages, control_of, http, reserve, status
 from tests.helpers.obedient_engines import ObedientEngine
 from tests.helpers.prompts import Prompt
 
@@ -136,7 +136,7 @@ class FaultCluster:
                 "control": {"bind": "tcp://127.0.0.1:0" if other_port else self.ports[daemon.name]}
             }
         daemon.start()
-        self.wait_ready()
+        self.cluster.wait_ready()
 
     @property
     def ports(self) -> dict[str, str]:
@@ -147,14 +147,7 @@ class FaultCluster:
 
     @property
     def address(self) -> dict[str, str]:
-        """The prefill daemon's control socket as requests name it."""
-        found = self.prefill.endpoint().control
-        assert found is not None
-        return found.model_dump()
-
-    def wait_ready(self) -> None:
-        """Every daemon is ready and bootstrap has something to pair."""
-        self.cluster.wait_ready()
+        return control_of(self.prefill)
 
     # ------------------------------------------------------------------ rooms
 
@@ -173,9 +166,7 @@ class FaultCluster:
         self, tokens: int = TOKENS, prompt: Prompt | None = None, daemon: DaemonProcess | None = None
     ) -> int:
         prompt = prompt or self.next_prompt()
-        answer = http("POST", daemon or self.prefill, "/v1/requests", json=self.body(tokens, prompt))
-        assert answer.status_code == 201, answer.text
-        return self._named(int(answer.json()["room"]), prompt)
+        return self._named(reserve(daemon or self.prefill, self.body(tokens, prompt)), prompt)
 
     def _named(self, room: int, prompt: Prompt | None) -> int:
         if prompt is not None:
@@ -184,9 +175,7 @@ class FaultCluster:
 
     def admit_on_decode(self, room: int, tokens: int = TOKENS, **more: Any) -> int:
         body = self.body(tokens, self.prompts.get(room)) | {"room": room, "prefill": [self.address]} | more
-        answer = http("POST", self.decode, "/v1/requests", json=body)
-        assert answer.status_code == 201, answer.text
-        return room
+        return reserve(self.decode, body)
 
     def pair(self, tokens: int = TOKENS, prompt: Prompt | None = None, **more: Any) -> int:
         return self.admit_on_decode(self.admit_on_prefill(tokens, prompt), tokens, **more)
@@ -330,7 +319,7 @@ class FaultCluster:
 
     def recovered(self, before: Mapping[str, Facts], *, struck: DaemonProcess | None, worker_struck: bool) -> None:
         """Survivors are who they were, everybody is ready, all pages are free, a new room crosses, nothing is left over."""
-        self.wait_ready()
+        self.cluster.wait_ready()
         for daemon in self.nodes:
             assert not http("GET", daemon, "/ready").json()["reasons"]
             all_free(daemon)

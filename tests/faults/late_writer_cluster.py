@@ -19,7 +19,7 @@ from kvbridge.tier.keys import NO_KEYS
 from tests.faults.fault_cluster import FaultCluster
 from tests.helpers.cluster import eventually
 from tests.helpers.gated_copies import Gate
-from tests.helpers.live_rooms import all_free, http, status
+from tests.helpers.live_rooms import all_free, control_of, http, reserve, status
 from tests.helpers.obedient_engines import ObedientEngine
 from tests.helpers.prompts import Prompt
 from tests.helpers.synthetic import expected_rows
@@ -102,12 +102,9 @@ class LateWriterCluster(FaultCluster):
     def admit_by_filler(self, tokens: int, prompt: Prompt | None = None) -> int:
         """A room that the filling daemon is to write, begun there; 0 when decode has no space."""
         body = self.body(tokens, prompt)
-        found = self.second.endpoint().control
-        assert found is not None
-        admitted = http("POST", self.second, "/v1/requests", json=body)
-        assert admitted.status_code == 201, admitted.text
-        room = self._named(int(admitted.json()["room"]), prompt)
-        answer = http("POST", self.decode, "/v1/requests", json=body | {"room": room, "prefill": [found.model_dump()]})
+        room = self._named(reserve(self.second, body), prompt)
+        named = {"room": room, "prefill": [control_of(self.second)]}
+        answer = http("POST", self.decode, "/v1/requests", json=body | named)
         if answer.status_code == 503:
             self.cancel(self.second, room)
             return 0
@@ -273,7 +270,7 @@ def killed_while_copying(stage: LateWriterCluster) -> None:
     assert stage.fill_free_pages(), "no page became free: this test has looked at nothing"
     time.sleep(AWAKE_S)
     stage.check_filled()
-    stage.wait_ready()
+    stage.cluster.wait_ready()
 
 
 def frozen_while_copying(stage: LateWriterCluster) -> None:
@@ -308,7 +305,7 @@ def exporter_killed_while_copying(stage: LateWriterCluster) -> None:
     stage.letter(stage.decode, room, "W")
     stage.letter(stage.prefill, room, "w")
     stage.sender.call("abort", room)
-    stage.wait_ready()
+    stage.cluster.wait_ready()
     assert stage.worker_pid(stage.prefill) == writer
 
 

@@ -43,7 +43,7 @@ from tests.faults.load_cluster import (
     load_cluster,
 )
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import busy_pages, status
+from tests.helpers.live_rooms import busy_pages, control_of, status
 
 CALL_S = 20.0
 CLAIM_S = 30.0
@@ -169,9 +169,7 @@ class RandomLoad:
             return None
         if case.kind == "split":  # the last key is the one that prefill's engine will state
             keys = Keys(keys.data[:-16] + prefill_keys.data[-16:])
-        control = self.prefill.endpoint().control
-        assert control is not None
-        if ask(decode, keys, room=admitted["room"], prefill=[control.model_dump()]) is None:
+        if ask(decode, keys, room=admitted["room"], prefill=[control_of(self.prefill)]) is None:
             self._cancel(self.prefill, admitted["room"])
             return None
         return int(admitted["room"]), decode

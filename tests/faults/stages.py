@@ -85,7 +85,7 @@ def scene(
 def started(stage: StageT) -> Iterator[StageT]:
     try:
         stage.cluster.start()
-        stage.wait_ready()
+        stage.cluster.wait_ready()
         assert stage.ports
         yield stage
     finally:

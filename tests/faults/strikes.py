@@ -126,7 +126,7 @@ def play(stage: FaultCluster, transport: str, victim: Victim, fault: Fault) -> t
     _truth_meanwhile(stage, strike)
     ended_s = time.monotonic()
     strike.end()
-    stage.wait_ready()
+    stage.cluster.wait_ready()
     for state in [state for state in rooms if LOST & set(expected[state])]:
         _end(stage, rooms[state], expected[state])  # the one that was struck has heard of it too
     for state, room in rooms.items():

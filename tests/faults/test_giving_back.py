@@ -10,7 +10,7 @@ import pytest
 from tests.faults.cells import State
 from tests.faults.fault_cluster import TOKENS, FaultCluster
 from tests.faults.stages import scene
-from tests.helpers.live_rooms import all_free, http
+from tests.helpers.live_rooms import all_free, http, reserve
 from tests.helpers.local_servers import held_ports
 
 STATES = (State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED, State.CLAIMED)
@@ -74,13 +74,6 @@ LIMITS = {
 }
 
 
-def _admitted(stage: FaultCluster, prefill_endpoint: str) -> int:
-    prefill = [{"endpoint": prefill_endpoint}]
-    answer = http("POST", stage.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": prefill})
-    assert answer.status_code == 201, answer.text
-    return int(answer.json()["room"])
-
-
 def test_every_deadline() -> None:
     """A room for each limit, all at once: it fails with the name of the limit, and nothing stays behind."""
     with (
@@ -91,7 +84,10 @@ def test_every_deadline() -> None:
         silent, nobody = (f"tcp://127.0.0.1:{port}" for port in (listener.getsockname()[1], closed))
         rooms = stage.bring([State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED])
         unknown = stage.admit_on_decode(1 << 40)
-        unmet, lonely = (_admitted(stage, endpoint) for endpoint in (silent, nobody))
+        unmet, lonely = (
+            reserve(stage.decode, {"prompt_tokens": TOKENS, "prefill": [{"endpoint": endpoint}]})
+            for endpoint in (silent, nobody)
+        )
         cases = [
             (stage.prefill, rooms[State.ADMITTED], "deadline", "timeouts.offer_s"),
             (stage.prefill, rooms[State.OFFERED], "deadline", "timeouts.begin_s"),

@@ -64,7 +64,7 @@ def test_rooms_of_another_writer_go_on(victim: Victim) -> None:
                 stage.letter(stage.decode, room, letters)
         stage.reader.call("check", claimed, TOKENS)
         assert stage.cross_by_filler(under_way, TOKENS, HALF) == SHARED_TOKENS
-        stage.wait_ready()
+        stage.cluster.wait_ready()
         for state, room in rooms.items():
             stage.conclude(state, room, expected[state], begun_by=began if state in BEGUN_HERE else 0)
         stage.reader.call("check", claimed, TOKENS)
@@ -106,7 +106,7 @@ def test_a_source_that_is_still_read_stays_with_its_reader(proof: str) -> None:
         for daemon in stage.nodes:
             eventually("over", lambda daemon=daemon: stage.state(daemon, room) in {"aborted", "failed"})
         stage.nobody_reads(stage.prefill)
-        stage.wait_ready()
+        stage.cluster.wait_ready()
         again = stage.pair(tokens, prompt)
         assert stage.turn(again, tokens) == (TOKENS, 0), "every byte came out of the pages that were read so long"
         for daemon in stage.nodes:

@@ -60,7 +60,7 @@ def test_transfers_that_fail(inner: str) -> None:
         assert http("GET", stage.prefill, "/ready").status_code == 200
         os.kill(worker, signal.SIGKILL)
         eventually("another worker", lambda: stage.worker_pid(stage.prefill) not in {0, worker})
-        stage.wait_ready()
+        stage.cluster.wait_ready()
         stage.cross()
 
 
@@ -69,7 +69,7 @@ def test_transfers_that_take_the_worker_with_them(inner: str) -> None:
     with faulty(inner, die_after_operations=OPERATIONS) as stage:
         stage.cross()
         assert "exit code 86" in fails(stage, "W")
-        stage.wait_ready()
+        stage.cluster.wait_ready()
         stage.cross()
         assert status(stage.prefill)["ranks"][0]["restarts"] == 1
 

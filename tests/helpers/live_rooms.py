@@ -34,6 +34,20 @@ def http(
     return httpx.request(method, f"{daemon.url}{path}", headers=headers, **options, **more)
 
 
+def control_of(daemon: DaemonProcess) -> dict[str, str]:
+    """A prefill daemon's control socket as requests name it."""
+    found = daemon.endpoint().control
+    assert found is not None
+    return found.model_dump()
+
+
+def reserve(daemon: DaemonProcess, body: dict[str, Any], headers: Headers | None = None) -> int:
+    """Reserve a room on a daemon, which has to have place for it; returns its id."""
+    answer = http("POST", daemon, "/v1/requests", json=body, headers=headers)
+    assert answer.status_code == 201, answer.text
+    return int(answer.json()["room"])
+
+
 def status(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, Any]:
     answer = http("GET", daemon, "/status", headers=headers)
     assert answer.status_code == 200, answer.text
@@ -152,9 +166,8 @@ class LiveCluster:
 
     def pair(self, prompt_tokens: int) -> int:
         """Reserve a room on both sides, without asking bootstrap; returns its id."""
-        answer = http("POST", self.prefill, "/v1/requests", json={"prompt_tokens": prompt_tokens}, headers=self.headers)
-        assert answer.status_code == 201, answer.text
-        return self.admit_on_decode(prompt_tokens, room=answer.json()["room"])
+        room = reserve(self.prefill, {"prompt_tokens": prompt_tokens}, self.headers)
+        return self.admit_on_decode(prompt_tokens, room=room)
 
     def ticket(self, prompt_tokens: int, **more: Any) -> dict[str, Any]:
         """Ask bootstrap for a pair, again while its knowledge of free pages is behind; returns the ticket."""
@@ -169,10 +182,7 @@ class LiveCluster:
 
     @property
     def address(self) -> dict[str, str]:
-        """The prefill daemon's control socket as requests name it."""
-        found = self.prefill.endpoint().control
-        assert found is not None
-        return found.model_dump()
+        return control_of(self.prefill)
 
     @property
     def control(self) -> str:
@@ -182,9 +192,7 @@ class LiveCluster:
     def admit_on_decode(self, prompt_tokens: int, **more: Any) -> int:
         """Reserve a room on the decode side alone, to be written by the prefill daemon; returns its id."""
         body = {"prompt_tokens": prompt_tokens, "prefill": [self.address], **more}
-        answer = http("POST", self.decode, "/v1/requests", json=body, headers=self.headers)
-        assert answer.status_code == 201, answer.text
-        return int(answer.json()["room"])
+        return reserve(self.decode, body, self.headers)
 
     def write(self, room: int, tokens: int, start: int = 0, stop: int | None = None) -> None:
         """Begin a room (at its start), and fill and publish some of it."""
@@ -218,12 +226,11 @@ class LiveCluster:
     def take(self, daemon: DaemonProcess, full_pages: int) -> None:
         """Have a room take so many pages of one node and end unwritten: what is cached on those pages is evicted."""
         tokens = full_pages * self.sender.geometry.tokens_per_page
-        if daemon is self.decode:
-            room = self.admit_on_decode(tokens)
-        else:
-            answer = http("POST", daemon, "/v1/requests", json={"prompt_tokens": tokens}, headers=self.headers)
-            assert answer.status_code == 201, answer.text
-            room = answer.json()["room"]
+        room = (
+            self.admit_on_decode(tokens)
+            if daemon is self.decode
+            else reserve(daemon, {"prompt_tokens": tokens}, self.headers)
+        )
         assert http("DELETE", daemon, f"/v1/requests/{room}", headers=self.headers).status_code == 200
         ends(daemon, room, "aborted", "aborted", headers=self.headers)
         all_free(daemon, self.headers)

@@ -47,12 +47,14 @@ from tests.helpers.simulated_nodes import (
     TRANSPORTS,
     DecodeRanks,
     Engines,
+    OneLink,
     Path,
+    PrefillNode,
     Worker,
     digested,
+    own_admission,
     owner_of,
 )
-from tests.helpers.simulated_prefill import OneLink, PrefillNode, own_admission
 
 STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")
 """Orders stay in flight until `arrived`; what has arrived is looked at (where digests are wanted) until `committed`."""

@@ -15,8 +15,7 @@ from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.rooms import ADDRESS, PAGE, R0, R1
 from tests.helpers.simulated_memory import RANKS, EnginePool, Label, Memory, keys_of, label, write, wrong_pages
-from tests.helpers.simulated_nodes import Engines, cover, table
-from tests.helpers.simulated_prefill import PrefillNode
+from tests.helpers.simulated_nodes import Engines, PrefillNode, cover, table
 
 
 class SimulatedCalls:

@@ -23,7 +23,7 @@ from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually
-from tests.helpers.live_rooms import check_rows
+from tests.helpers.live_rooms import check_rows, control_of
 
 MODEL = "deepseek-v4-flash"
 LAYOUT = str(PrefillPools.model_fields["device_layout"].default)
@@ -75,9 +75,7 @@ class KvbridgePair:
         self._daemons = self._prefill_daemon, _ = running.prefill, running.decode
         self._router, self._sender, self._receiver, self._pages = router, sender, receiver, pages
         self._rooms = itertools.count(1)
-        control = running.prefill.endpoint().control
-        assert control is not None
-        self._address = control.model_dump()
+        self._address = control_of(running.prefill)
 
     def whole_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Prefill has published all; the clock runs from decode's admission, as its router asks for it, until the claim returns."""
