@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -87,6 +88,9 @@ class Staging:
         runtime.register_host(
             self._host.ctypes.data, length_bytes, device=device, label="staging of a kernel's arguments"
         )
+        # Whoever forgets to close this must not leave a registration behind: other memory will be mapped at the same address.
+        self._unregister = weakref.finalize(self, runtime.unregister_host, self._host.ctypes.data)
+        self._unregister.atexit = False
         self._memory = DeviceBytes(device, length_bytes)
         self._event = runtime.Event.create(device)
 
@@ -124,7 +128,7 @@ class Staging:
             self._event.synchronize()
             self._memory.close()
             self._event.close()
-            runtime.unregister_host(self._host.ctypes.data)
+            self._unregister()
 
     def _copy(self, destination: int, source: int, length_bytes: int, stream: int) -> None:
         runtime.copy(destination, source, length_bytes, device=self._device, stream=stream)
