@@ -37,8 +37,6 @@ BUDGET_ROOMS_S = 1000.0
 
 @dataclass
 class Tally:
-    """What came of the rooms of one measurement."""
-
     lives: list[Life] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)

@@ -55,7 +55,6 @@ class _Pair:
         return sum(problem["what"] == "path lost" for problem in status(self.running.prefill)["problems"])
 
     def cross(self, *, compared: bool) -> float:
-        """Seconds from the publication to the claim."""
         room = int(self.running.pair(TOKENS)["room"])
         begun = self.sender.begin(room, prompt_tokens=TOKENS)
         section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)

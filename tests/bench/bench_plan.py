@@ -37,7 +37,6 @@ def _manifest(geometry: ModelGeometry, *, host: frozenset[ComponentKind], base: 
 
 
 def _ids(rng: np.random.Generator, pool: str, count: int, page_count: int) -> np.ndarray:
-    """Page ids of one request in a pool in that state; int32."""
     if pool == "contiguous":
         return np.arange(count, dtype=np.int32) + int(rng.integers(0, page_count - count + 1))
     if pool == "fragmented":

@@ -54,22 +54,18 @@ class Block:
 
     @property
     def where(self) -> str:
-        """As an editor wants it."""
         return f"{name(self.page)}:{self.line}"
 
     @property
     def runs(self) -> bool:
-        """Whether it is run, now or until the page ends."""
         return self.language in {"sh", "python"} and self.reason is None and self.included is None
 
     @property
     def reason(self) -> str | None:
-        """Why it is not run, if a mark says so."""
         return self.mark.removeprefix(NOT_RUN) if self.mark.startswith(NOT_RUN) else None
 
     @property
     def included(self) -> Path | None:
-        """The file that it shows, if it shows one."""
         found = _INCLUDED.match(self.text.strip())
         return ROOT / found[1] if found else None
 

@@ -52,7 +52,6 @@ READINGS = {
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """Short, as socket paths have to be."""
     with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as path:
         yield Path(path)
 
@@ -89,7 +88,6 @@ def same_lines(shown: str, printed: str) -> bool:
 
 
 def masked(line: str) -> str:
-    """Without its numbers and its spacing."""
     return re.sub(r"\d+(\.\d+)?", "#", " ".join(line.split()))
 
 
@@ -136,7 +134,6 @@ def test_files_that_pages_show_are_run_or_read() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_targets_and_files_that_commands_name_are_there(page: Path) -> None:
-    """Also in blocks that are not run."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = [*(block.text for block in blocks(page) if block.language == "sh"), *spans(page)]
     for command in commands:

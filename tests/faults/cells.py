@@ -17,8 +17,6 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """How far a room has come when the strike comes."""
-
     ADMITTED = "admitted"
     """On prefill only."""
     OFFERED = "offered"

@@ -23,7 +23,6 @@ _rows: list[dict[str, str]] = []
 
 @pytest.fixture
 def matrix(record_property: Callable[[str, object], None]) -> Iterator[list[Row]]:
-    """Where a strike writes down what became of it."""
     rows: list[Row] = []
     yield rows
     for row in rows:

@@ -224,7 +224,6 @@ class FaultCluster:
         assert answer.is_success, answer.text
 
     def taken(self, rooms: Iterable[int]) -> None:
-        """Wait until prefill has decode's offers of these rooms."""
         for room in rooms:
             eventually(
                 "the offer taken", lambda room=room: self.state(self.prefill, room) in {"offered", "transferring"}
@@ -277,10 +276,7 @@ class FaultCluster:
         return rooms
 
     def furnish(self) -> dict[State, int]:
-        """Bring a room into every state. The prefill rank worker is frozen then: resume it once the strike is made.
-
-        With pools on GPUs, kernels of both engines write to pages of theirs from then on.
-        """
+        """Bring a room into every state, freeze the prefill rank worker and, on GPUs, have kernels write pages."""
         rooms = self.bring(State)
         if self.gpus is not None:
             self.sender.call("compute", rooms[State.BEGUN])
@@ -366,7 +362,6 @@ class FaultCluster:
         assert quarantined == bool(shown["quarantine"]), shown["quarantine"]
 
     def describe(self) -> str:
-        """What everybody says, for the message of a failure."""
         lines = []
         for daemon in self.nodes:
             try:

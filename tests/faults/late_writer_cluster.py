@@ -220,11 +220,7 @@ def freed(stage: LateWriterCluster) -> None:
 
 
 def frozen_node(stage: LateWriterCluster, *, fenced: bool) -> int:
-    """A prefill node that is frozen with an order in its worker's hands, long enough to be given up by decode.
-
-    The worker wakes first, and knows nothing of all that: it writes. `fenced`: decode can shut it out without its help.
-    Returns how many of the rows looked for have come.
-    """
+    """Freeze a prefill node with an order in its worker's hands until decode gives it up; the worker wakes. Returns rows come."""
     room = stage.begin_late()
     worker, node = stage.worker_pid(stage.prefill), stage.pid(stage.prefill)
     stage.freeze(worker)

@@ -284,7 +284,6 @@ class Branch(Keyed):
         return replace(self, segments=tuple(kept[:count]))
 
     def longer(self, value: int, more: int) -> Branch:
-        """Return these tokens with `more` behind them."""
         return replace(self, segments=(*self.segments, (value, self.length + more)))
 
     def with_other_tokens(self) -> Branch:

@@ -73,7 +73,6 @@ class Strike:
         return self.fault is Fault.KILL or (self.fault is Fault.LONG_FREEZE and self.victim in WORKERS)
 
     def begin(self) -> None:
-        """Strike, and let the worker go on that was held up."""
         if self.fault is not Fault.KILL:
             os.kill(self.pid, signal.SIGSTOP)
         elif self.victim in ENGINES:
@@ -94,7 +93,6 @@ class Strike:
             self.stage.detach(role)
 
     def end(self) -> None:
-        """Let a frozen process go on, start a killed one again."""
         if self.dies and self.daemon is not None and self.victim not in WORKERS:
             role = {Victim.PREFILL: (Role.PREFILL,), Victim.DECODE: (Role.DECODE,)}.get(self.victim, ())
             if role:

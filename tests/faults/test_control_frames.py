@@ -82,7 +82,6 @@ class FrameProxy:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; raises what it died of."""
         self._stop.set()
         self._thread.join(5)
         assert not self._thread.is_alive()

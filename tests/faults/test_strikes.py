@@ -66,10 +66,7 @@ def test_strike_over_a_library(
 def test_strike_where_rooms_share(
     stages: ClusterCache[FaultCluster], matrix: list[Row], victim: Victim, fault: Fault
 ) -> None:
-    """Whatever becomes of one room, those that read the same page end right, and so does the next turn.
-
-    Each byte of that page is looked at by every engine that starts from it or claims it, before the strike and after it.
-    """
+    """Whatever becomes of one room, those that read the same page end right, and so does the next turn."""
     with stages.on("local" + SHARING) as stage:
         for _ in range(2):  # the second leaves a checkpoint where it leaves the first
             stage.cross()
@@ -93,10 +90,7 @@ def test_strike_to_an_engine_or_a_worker_with_device_memory(
 
 
 def _kept(victim: Victim, fault: Fault) -> tuple[int, int]:
-    """How much of a prompt prefill and decode have after a strike: all but what died with a daemon.
-
-    What recovered had a room cross, so a new daemon has the page; but for a checkpoint at its end it takes a second room.
-    """
+    """How much of a prompt prefill and decode have after a strike: all but what died with a daemon."""
     died = fault is Fault.KILL
     return 0 if died and victim is Victim.PREFILL else SHARED_TOKENS, SHARED_TOKENS
 

@@ -179,13 +179,11 @@ async def _interrupt(process: Process) -> None:
 
 
 def find_sanitizer() -> str:
-    """Where compute-sanitizer is; empty when it is nowhere."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
     return shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.exists() else "")
 
 
 def _visible_devices() -> list[str]:
-    """The devices as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return named.split(",") if named else [str(device) for device in range(runtime.device_count())]
 

@@ -60,10 +60,7 @@ def engine_memory(
 def decode_into_own(
     pipe: Connection, runtime_dir: str, pages: dict[IndexSpace, int], exclude: frozenset[ComponentKind], device: int
 ) -> None:
-    """The target of a spawned process: a decode engine that brings its own tensors.
-
-    For each pair of a room and its tables it provides the pages, says so, claims the room, compares every row, and releases it.
-    """
+    """The target of a process: a decode engine with tensors of its own that takes each room it is told through its life."""
     regions, tensors = engine_memory(pages, device, exclude)
     torch.cuda.synchronize(device)
     with DecodeEngine.adopt(runtime_dir, regions) as engine:

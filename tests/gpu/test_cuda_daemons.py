@@ -33,7 +33,6 @@ C4_KV = frozenset({ComponentKind.C4_KV})
 
 
 def on_devices(*devices: int) -> dict[str, Any]:
-    """A configuration of tensor-parallel ranks on GPUs."""
     ranks = [{"pp": 0, "tp": number, "device": f"cuda:{device}"} for number, device in enumerate(devices)]
     return {"parallelism": {"tp_size": len(devices), "ranks": ranks}}
 

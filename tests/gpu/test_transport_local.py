@@ -266,16 +266,13 @@ class LocalTransportPair:
 
     @property
     def target(self) -> Buffer:
-        """The destination, seen from here."""
         return self.process.buffer
 
     @property
     def total_bytes(self) -> int:
-        """That one `move` moves."""
         return len(self.page_ids) * self.layers * self.page_bytes
 
     def operations(self) -> Operations:
-        """What a planner would have made."""
         if self.page_first:
             row = self.layers * self.page_bytes
             sides = [ids.astype(np.uint64) * np.uint64(row) for ids in (self.page_ids, self.target_ids)]

@@ -40,7 +40,6 @@ def eventually(what: str, look: Callable[[], Any], timeout_s: float = 60.0, paus
 
 class Cluster(ClusterOfProcesses):
     def pair(self, prompt_tokens: int, **more: Any) -> dict[str, Any]:
-        """Ask bootstrap for a pair; returns the ticket."""
         return self.ticket(PairRequest(prompt_tokens=prompt_tokens, **more)).model_dump(mode="json")
 
 
@@ -68,10 +67,7 @@ def cluster(
     wait: bool = True,
     change: Callable[[DaemonProcess], DaemonProcess] | None = None,
 ) -> Iterator[Cluster]:
-    """Start bootstrap, one prefill and one decode daemon; end them all at exit.
-
-    `faults`: of the prefill daemon's transports. `change`: makes another of each daemon before it starts (`mutated_daemon`).
-    """
+    """Start three daemons. `faults`: of prefill's transports; `change`: makes another of each daemon (`mutated`)."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     pools = {"device": dict(pages or {"full": 64, "swa": 16, "request": 8})}
     pools |= {"device_layout": device_layout} if device_layout else {}

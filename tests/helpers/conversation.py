@@ -32,7 +32,6 @@ def tokens_of(number: int, count: int) -> list[int]:
 
 
 def named(keys: Keys) -> dict[str, str]:
-    """Return what a router says of a prompt in a request."""
     return {"page_hashes": base64.b64encode(keys.data).decode()}
 
 
@@ -83,10 +82,7 @@ def _compare(engine: Engine, room: int, tables: Tables, tokens: int, keys: Keys)
 
 
 def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int, *, ranks: int = 1) -> int:
-    """The geometry's own sum for a prompt of which decode holds so much; pages that are sent whole take their padding along.
-
-    Each rank has all lanes of what is not in the host pool.
-    """
+    """The geometry's own sum for a prompt of which decode holds so much; pages that are sent whole take their padding along."""
     found = 0
     for part in geometry.components:
         rows, each = part.live_rows(tokens, prefix_tokens), part.rows_per_logical_page
@@ -144,13 +140,11 @@ class Turn:
     written_bytes: int = 0
 
     def begin(self) -> PrefillRoom:
-        """Begin it, and compare what the engine starts from."""
         sender = self.talk.live.sender
         self.begun = begin(sender, self.room, self.tokens, self.keys, by_layer=self.talk.by_layer)
         return self.begun
 
     def compute(self, *, checkpoints: bool = True) -> None:
-        """The rest of the prefill engine's part."""
         assert self.talk.live.reader  # attached before the commit is told
         begun = self.begun or self.begin()
         self.written_bytes = compute(self.talk.live.sender, begun, self.keys, checkpoints=checkpoints)
@@ -200,7 +194,6 @@ class Turn:
 
     @property
     def from_host(self) -> tuple[int, int]:
-        """Of these, tokens that came back from host memory."""
         assert self.begun is not None
         assert self.claimed is not None
         return self.begun.host_tokens, self.claimed.host_tokens

@@ -24,8 +24,6 @@ from kvbridge.transport.local.gpu import Route, Way
 
 
 class FakeCuda:
-    """Takes the place of the runtime for one test."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: int = 2) -> None:
         self._monkeypatch = monkeypatch
         self.uuids = [f"{number:032x}" for number in range(1, devices + 1)]
@@ -169,8 +167,6 @@ ANY_ROUTE = Route(Way.KERNEL, 0, over_host_link=True)
 
 
 class FakeMark:
-    """Reached once everything before it has been copied."""
-
     def __init__(self, stream: FakeStream, after: int) -> None:
         self._stream = stream
         self._after = after
@@ -243,5 +239,4 @@ def page_address(region: Region, page: int) -> int:
 
 
 def region_of(pool: MemoryPool, component: ComponentKind, layer: int) -> Region:
-    """The pool's region of one component of one layer."""
     return next(one for one in pool.regions() if (one.component, one.layer) == (component, layer))

@@ -233,7 +233,6 @@ class _FaultyTransfer(Transfer):
         self._inner.abort(reason)
 
     def _next(self, inner: TransferStatus) -> TransferStatus:
-        """What to tell, given what the inner transfer told."""
         if self._settings.late_delivery_s is not None:
             return TransferStatus(TransferState.FAILED_NOT_QUIET, "injected: reported as failed, to be delivered later")
         if inner.state is not TransferState.DONE:

@@ -8,7 +8,6 @@ ENDLESS = 2**32
 
 
 def entries(kind: ComponentKind, layers, *, tokens_per_row: int, parts, alignment: int = 1) -> Component:
-    """Growing rows in pages of 256 tokens."""
     slots = 256 // tokens_per_row
     return Component(
         kind=kind,
@@ -85,7 +84,6 @@ def flash() -> ModelGeometry:
 
 
 def pro() -> ModelGeometry:
-    """DeepSeek-V4 Pro: 61 layers, 30 sparse, 31 heavy."""
     return deepseek_v4("pro", layer_count=61, sparse=range(2, 61, 2), heavy=(0, *range(1, 60, 2)))
 
 

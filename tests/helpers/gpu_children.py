@@ -149,11 +149,7 @@ def own_pool(pipe: Connection, device: int) -> None:
 
 
 def count_up(pipe: Connection, runtime_dir: str, room: int, tokens: int, witness: str, device: int) -> None:
-    """Attach as a prefill engine, begin a room, and have kernels add 1 to the first 8 bytes of its first page until killed.
-
-    The connection to the `witness` is made behind CUDA and the node, as theirs are, and ends with this process's files. Says which
-    page it is.
-    """
+    """Attach as a prefill engine, begin a room, say its first page, and have kernels add 1 to its first 8 bytes until killed."""
     torch.zeros(1, device=f"cuda:{device}")
     engine = PrefillEngine.attach(runtime_dir)
     _count_in(engine, engine.begin(room, prompt_tokens=tokens).tables, pipe, witness)

@@ -28,7 +28,6 @@ Headers = dict[str, str]
 def http(
     method: str, daemon: DaemonProcess, path: str, *, headers: Headers | None = None, **more: Any
 ) -> httpx.Response:
-    """Call a daemon's endpoint; the answer is not judged."""
     # Nothing here speaks TLS, and loading its certificates would take longer than the call.
     options = {"timeout": CALL_S, "trust_env": False, "verify": False}
     return httpx.request(method, f"{daemon.url}{path}", headers=headers, **options, **more)
@@ -186,7 +185,6 @@ class LiveCluster:
 
     @property
     def control(self) -> str:
-        """The endpoint of that endpoint."""
         return self.address["endpoint"]
 
     def admit_on_decode(self, prompt_tokens: int, **more: Any) -> int:
@@ -205,7 +203,6 @@ class LiveCluster:
         self.begun[room].publish(stop)
 
     def read(self, room: int, tokens: int) -> DecodeRoom:
-        """Claim a room and check every byte of it."""
         claimed = self.claimed[room] = self.reader.claim(room, timeout_s=CALL_S)
         for view in self.reader.views.values():
             wrong = synthetic.compare(view, room=room, tables=claimed.tables, tokens=tokens).mismatches
@@ -236,10 +233,7 @@ class LiveCluster:
         all_free(daemon, self.headers)
 
     def overwrite(self, full_pages: int) -> None:
-        """Have a request that shares nothing write so many pages of each device, and spoil all windows and states.
-
-        Nobody uses any page, and no checkpoint is to stay: whatever the devices held is gone, byte by byte.
-        """
+        """Have a request that shares nothing write so many pages of each device, and spoil all windows and states."""
         self.cross(full_pages * self.sender.geometry.tokens_per_page)
         for engine in (self.sender, self.reader):
             for views in engine.views.values():
@@ -260,7 +254,6 @@ class LiveCluster:
                     http("DELETE", daemon, f"/v1/requests/{room['room']}", headers=self.headers)
 
     def no_traceback(self) -> None:
-        """Nothing has escaped to a daemon's loop so far."""
         for daemon in self.cluster.all():
             assert "Traceback" not in daemon.log_path.read_text(), f"{daemon.name}:\n{daemon.log(40)}"
 
@@ -336,7 +329,6 @@ def nodes(prefill: dict[str, Any], decode: dict[str, Any], **more: Any) -> Itera
 
 
 def write(engine: PrefillEngine, room: int, case: Case, begun: PrefillRoom | None = None) -> None:
-    """Compute a request chunk by chunk, and finish."""
     begun = begun or engine.begin(room, prompt_tokens=case.tokens)
     for section in case.sections(range(engine.geometry.layer_count)):
         for views in engine.views.values():
@@ -352,7 +344,6 @@ def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
 
 
 def cross(running: Cluster, sender: PrefillEngine, reader: DecodeEngine, case: Case) -> DecodeRoom:
-    """One request, all of it compared."""
     room = running.pair(case.tokens, max_new_tokens=10)["room"]
     write(sender, room, case)
     claimed = reader.claim(room, timeout_s=CLAIM_S)

@@ -211,7 +211,6 @@ def _state(task: Path) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

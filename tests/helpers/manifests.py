@@ -26,7 +26,6 @@ class AddressSpace:
     extents: list[tuple[int, int]] = field(default_factory=list)
 
     def take(self, length: int, gap_bytes: int) -> int:
-        """Reserve an extent of `length` bytes."""
         start = self.next
         self.extents.append((start, length))
         self.next += length + gap_bytes
@@ -74,7 +73,6 @@ def place(
 
 
 def moved(region: Region, by: int) -> Region:
-    """Return the same region as another process maps it."""
     return region.model_copy(update={"extent_addresses": tuple(start + by for start in region.extent_addresses)})
 
 
@@ -110,7 +108,6 @@ class Instance:
         return [region for block in self._blocks(held) for region in self._placed(block, block[0][0].space, into)]
 
     def host_regions(self, into: AddressSpace) -> list[Region]:
-        """The node's host pool: all layers, all lanes."""
         kinds = [self.geometry.component(kind) for kind in sorted(self.host)]
         blocks = [[(component, list(component.layers), (0, component.lanes))] for component in kinds]
         return [region for block in blocks for region in self._placed(block, IndexSpace.HOST, into)]
@@ -131,7 +128,6 @@ class Instance:
         return place(block, space=space, page_count=self.page_counts[space], into=into, layout=layout)
 
     def manifest(self, rank: Rank, regions: list[Region]) -> RankManifest:
-        """The manifest of a rank with these regions."""
         return RankManifest(
             fingerprint=fingerprint(self.geometry),
             rank=rank,
@@ -141,7 +137,6 @@ class Instance:
         )
 
     def manifests(self) -> list[RankManifest]:
-        """Manifests of all ranks, each at addresses of its own."""
         found = []
         for ordinal, rank in enumerate(self.ranks):
             into = AddressSpace(next=self.base + (ordinal << 44))
@@ -149,5 +144,4 @@ class Instance:
         return found
 
     def with_host(self, *kinds: ComponentKind) -> "Instance":
-        """The same instance with some components in the host pool."""
         return replace(self, host=frozenset(kinds))

@@ -115,16 +115,13 @@ class NodeBench:
         return self.service.book.report(room)
 
     def stop(self, room: int = 1) -> None:
-        """Its client does not want it any more."""
         self.service.stop(self.room(room), "by its client")
 
     @property
     def quarantined(self) -> set[str]:
-        """Why rooms are."""
         return {cause for cause, count in self.service.book.quarantined().items() if count}
 
     def wait(self, seconds: float) -> None:
-        """Time passes, and the node looks at its limits."""
         self.clock.advance(seconds)
         self.tick()
 
@@ -264,7 +261,6 @@ class PrefixBench(PrefillBench):
 
 
 def ids(pages: Pages, space: IndexSpace = FULL) -> list[int]:
-    """The page ids that an engine is told."""
     table = next(table for table in pages.tables if table.space is space)
     return np.frombuffer(table.ids, "<i4").tolist()
 
@@ -328,7 +324,6 @@ class DecodeBench(NodeBench):
 
 
 def offered(**fields) -> DecodeBench:
-    """A decode node with room 1 offered to the node PREFILL."""
     bench = DecodeBench(**fields)
     bench.nodes.know()
     bench.admit()
@@ -368,7 +363,6 @@ class KeyedDecode(DecodeBench):
         return found
 
     def whole(self, room: int, tokens: int, **fields) -> DecodeRoom:
-        """A room that has gone all the way."""
         found = self.claimed(room, tokens, **fields)
         self.verbs.release("engine", room)
         return found
@@ -383,7 +377,6 @@ class KeyedDecode(DecodeBench):
 
 
 def setup(rank: Rank) -> WorkerSetup:
-    """What a rank worker is told when it comes."""
     return WorkerSetup(
         geometry=GEOMETRY,
         rank=rank,

@@ -151,7 +151,6 @@ class _Prefill(_Idle):
         return self._begun[room].held_by_prefill
 
     def check(self, room: int) -> None:
-        """Check every byte that a begun room starts from (again)."""
         begun = self._begun[room]
         for view in self._engine.views.values() if begun.held_by_prefill else ():
             wrong = synthetic.compare(
@@ -184,7 +183,6 @@ class _Prefill(_Idle):
         self._keys[room] = _keys(self._engine, prompt, tokens)
 
     def publish(self, room: int, upto: int) -> None:
-        """Say that what has been filled can be sent."""
         self._begun[room].publish(upto)
 
     def finish(self, room: int) -> None:
@@ -248,7 +246,6 @@ class _Decode(_Idle):
         return len(found)
 
     def check(self, room: int, tokens: int) -> None:
-        """Check every byte of a claimed room (again)."""
         for view in self._engine.views.values():
             wrong = synthetic.compare(
                 view, room=room, tables=self._claims[room].tables, tokens=tokens, keys=self._keys[room]
@@ -360,7 +357,6 @@ class BusyPages:
         self._thread.start()
 
     def stop(self) -> None:
-        """Return when nothing writes them any more."""
         self._stopped.set()
         self._thread.join(STOP_S)
         assert not self._thread.is_alive(), "the GPU does not come to the end of its kernels"

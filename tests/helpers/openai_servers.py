@@ -30,8 +30,6 @@ class HeldRooms:
 
 @dataclass
 class Received:
-    """A request that has come to a server."""
-
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
@@ -92,7 +90,6 @@ class OpenAiServer:
         return self._server.url
 
     async def request(self, number: int) -> Received:
-        """Return the request of this number when it is there."""
         async with asyncio.timeout(WAIT_S), self.came:
             await self.came.wait_for(lambda: len(self.received) > number)
         return self.received[number]

@@ -57,7 +57,6 @@ class PrefixBench:
         self.cache.check_integrity()
 
     def warm(self, name: str, pages: int, claim: Claim | None = None, *, checkpoint: bool = False) -> None:
-        """Have a prompt computed and kept."""
         owner, got = self.admit(name, pages, windows=int(checkpoint))
         if claim is not None:
             self.cache.retain(owner, claim)
@@ -71,7 +70,6 @@ class PrefixBench:
         self.end(owner)
 
     def new_owner(self) -> Owner:
-        """The owner of one copy."""
         return Owner(NO_ROOM, next(self.owners))
 
     def start(self, name: str, pages: int, at_most: int = 99, **options):

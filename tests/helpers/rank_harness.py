@@ -57,7 +57,6 @@ class Case:
         return "-".join(words)
 
     def sections(self, layers: Sequence[int]) -> list[Section]:
-        """What a rank with these layers sends, in order."""
         groups = [(layer,) for layer in layers] if self.by_layer else [None]
         edges = (0, *self.stops, self.tokens)
         return [
@@ -287,10 +286,7 @@ def _end(process: DestinationProcess, workers: Sequence[WorkerThread]) -> None:
 
 
 def draw_tables(setting: Setting, case: Case, random: np.random.Generator) -> tuple[Tables, Tables]:
-    """Draw the source's and the destination's tables so that no two of them have the same id at the same place.
-
-    Neighbouring ids come at the same places in all tables, so that runs of them are runs on both sides.
-    """
+    """Draw both tables so that no two ids at the same place are equal, and that neighbouring ids come at the same places."""
     forms = (setting.source_form, setting.destination_form)
     wanted = [
         (form.pages[space], side, space, count)

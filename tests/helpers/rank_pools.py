@@ -72,10 +72,7 @@ class Form:
 
 
 class Canvas:
-    """Memory of one colour, and the views of all ranks that have pages in it.
-
-    `memory` are uint8 arrays; drop the canvas before the memory is unmapped.
-    """
+    """Memory of one colour (uint8 arrays), and the views of all ranks in it; drop the canvas before the memory is unmapped."""
 
     def __init__(self, views: Sequence[PoolViews], memory: Sequence[npt.NDArray[np.uint8]], colour: int) -> None:
         self.views = list(views)
@@ -87,10 +84,7 @@ class Canvas:
             array[:] = self._colour
 
     def paint_request(self, tables: Tables, *, tokens: int, prefix_tokens: int = 0, whole_pages: bool = False) -> None:
-        """Give their colour back to the live rows of a request and to the paddings of its complete pages.
-
-        With `whole_pages` to all of each page that has such a row, where dead bytes may have been sent along.
-        """
+        """Repaint a request's live rows and the paddings of its complete pages, or (`whole_pages`) all of these pages."""
         for views in self.views:
             for component in views.geometry.components:
                 for layer in views.layers(component.kind):
@@ -212,7 +206,6 @@ class NodePools:
             pool.close()
 
     def setups(self, transports: str, transfer_timeout_s: float) -> list[WorkerSetup]:
-        """What the node would tell the worker of each rank."""
         return [
             WorkerSetup(
                 geometry=self.geometry,
@@ -244,8 +237,6 @@ AnswerT = TypeVar("AnswerT", bound=FrozenModel)
 
 
 class ThreadLink:
-    """A node link without a wire: two queues."""
-
     def __init__(self) -> None:
         self.orders: queue.SimpleQueue[NodeToWorker] = queue.SimpleQueue()
         self.reports: queue.SimpleQueue[WorkerToNode] = queue.SimpleQueue()
@@ -279,7 +270,6 @@ class WorkerThread:
         self._link.orders.put(message)
 
     def hear(self, kind: type[AnswerT], limit_s: float = ANSWER_LIMIT_S) -> AnswerT:
-        """Return the next report, which must be of this kind."""
         try:
             report = self._link.reports.get(timeout=limit_s)
         except queue.Empty:
@@ -288,7 +278,6 @@ class WorkerThread:
         return report
 
     def description(self) -> RankDescription:
-        """What it reports once its memory is registered."""
         return self.hear(WorkerReady).description
 
     def stop(self) -> None:
@@ -334,7 +323,6 @@ class DestinationProcess:
         return self._answer()
 
     def begin_stop(self) -> None:
-        """Tell the workers to end, without waiting."""
         self._pipe.send(())
 
     def finish_stop(self) -> None:

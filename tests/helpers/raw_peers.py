@@ -20,8 +20,6 @@ WAIT_S = 30.0
 
 
 class RawPeer:
-    """What both ends share."""
-
     def __init__(self, kind: int) -> None:
         self.codec = PEER
         self.incarnation = secrets.token_hex(8)

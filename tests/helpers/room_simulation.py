@@ -221,7 +221,6 @@ class World(SimulatedCalls):
         self._give_out(self.fence.epoch)
 
     def is_open(self, path: Path) -> bool:
-        """Whether anything can arrive by it."""
         transport, epoch = path
         return epoch >= self.revoked_before[transport]
 

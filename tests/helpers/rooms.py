@@ -140,8 +140,6 @@ def pick(messages: list[tuple[object, object]], kind: type[MessageT], to: object
 
 
 class RecordedEvents(EventStream):
-    """Every fact, in order, and what tests ask of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.facts: list[Fact] = []
@@ -272,7 +270,6 @@ class FakeFence:
 
 
 def run_inspection(work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
-    """Check an introduction here and now."""
     try:
         work()
     except BridgeError as error:
@@ -282,7 +279,6 @@ def run_inspection(work: Callable[[], None], ended: Callable[[BaseException | No
 
 
 def pages_table(*ids: int, first: int = 0) -> Tables:
-    """A table of these pages of the full space."""
     return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)}
 
 
@@ -321,7 +317,6 @@ class EngineVerbs:
         return self.rooms.book.used_by(engine, room)
 
     def claim_pages(self, engine, room, page_hashes=b"", **fields) -> Pages:
-        """A claim, and what is answered."""
         ranks = self.rooms.engines.ranks_of(engine)
         answer = self._call(engine, ranks, Claim(call=1, room=room, page_hashes=page_hashes, **fields))
         assert answer is not None

@@ -16,8 +16,6 @@ CHUNK_TOKENS = 512
 
 
 class Selections(NamedTuple):
-    """What one request selected, step by step."""
-
     top_k: npt.NDArray[np.int16]
     """[steps, C4 layers, k]: rows in the order of the indexer's scores; -1 is no row."""
     rows: npt.NDArray[np.int32]

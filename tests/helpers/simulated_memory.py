@@ -45,7 +45,6 @@ def write(memory: Memory, rank: Rank, tables: Tables, pages: Iterable[int], labe
 
 
 def pages_sent(order: Send) -> range:
-    """The pages of the prompt of which an order moves rows."""
     section = order.section
     start = max(section.start_token, section.prefix_tokens)
     return range(start // PAGE, max(start // PAGE, -(-section.stop_token // PAGE)))
@@ -63,10 +62,7 @@ def wrong_pages(memory: Memory, ranks: Iterable[Rank], tables: Tables, labels: S
 
 
 class EnginePool:
-    """Page ids of one engine with a prefix cache. An owner has the pages of one request.
-
-    Requests with a common beginning read the same pages. A page that nobody reads is found by its key until it is given out again.
-    """
+    """Page ids of one engine with a prefix cache. A page that nobody reads is found by its key until it is given out again."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -84,10 +80,7 @@ class EnginePool:
         return sorted((page for page in range(PAGES) if not self._readers[page]), key=lambda page: page in known)
 
     def take(self, owner: Owner, labels: Sequence[Label], *, at_most: int, fresh: int | None = None) -> None:
-        """Take the pages of a request: those of its beginning that are there, `at_most` so many, and others for the rest.
-
-        `fresh`: so many of these for now (`take_more`).
-        """
+        """Take a request's pages: `at_most` so many of its beginning that are there, and others (`fresh` for now) for the rest."""
         if owner in self.of:
             return
         found = []
@@ -117,7 +110,6 @@ class EnginePool:
             raise
 
     def take_more(self, owner: Owner, count: int) -> None:
-        """Take so many more pages for a request."""
         fresh = self.unused[:count]
         if len(fresh) < count:
             raise CapacityError("the engine has no pages left")
@@ -140,7 +132,6 @@ class EnginePool:
         self.found.pop(owner, None)
 
     def check(self) -> None:
-        """What would be found is what it says."""
         for key, page in self._known.items():
             for rank in RANKS:
                 held = self.memory.get((rank, page))

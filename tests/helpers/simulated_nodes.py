@@ -79,7 +79,6 @@ Path = tuple[str, int]
 
 
 def epochs_of(message: ConnectPeer) -> dict[str, int]:
-    """Of the endpoints of each transport."""
     return {endpoint.transport: endpoint.epoch for endpoint in unpack_rank(message.ranks[0]).endpoints}
 
 
@@ -276,7 +275,6 @@ class Engines:
 
     @staticmethod
     def ranks_of(name: str) -> tuple[Rank, ...]:
-        """Each serves a rank of its own."""
         return (Rank(pp=0, tp=ord(name[-1])),)
 
     def serving(self) -> dict[str, tuple[Rank, ...]]:

@@ -200,7 +200,6 @@ class Engine:
         self.check()
 
     def tell_computed(self, rooms: PrefillRooms) -> None:
-        """What the connector is told when a step is built."""
         rooms.preempted(frozenset(self.preempted))
         for name in rooms.computing:
             if name not in self.scheduled:
@@ -295,7 +294,6 @@ class Engine:
         job.status, job.preempted = Status.RUNNING, False
 
     def resume(self, name: str, job: Job) -> None:
-        """A load was reported."""
         if job.unfilled is not None and not self.recompute:
             self.seen["failed by policy"] += 1
             self.finish(name, well=False)

@@ -39,8 +39,6 @@ class ReceivedSpan:
 
 @dataclass
 class Collector:
-    """What has come, and how it is answered."""
-
     url: str = ""
     status: int = 200
     spans: list[ReceivedSpan] = field(default_factory=list)
@@ -50,11 +48,9 @@ class Collector:
     """While it is not set, requests get no answer."""
 
     def of(self, trace_id: str) -> list[ReceivedSpan]:
-        """The spans of a trace, in the order of their beginnings."""
         return sorted((span for span in self.spans if span.trace_id == trace_id), key=lambda span: span.begin_ns)
 
     def wait(self, what: str, enough: Callable[[list[ReceivedSpan]], bool], timeout_s: float = 20.0) -> None:
-        """Wait until the spans that have come are enough."""
         deadline_s = time.monotonic() + timeout_s
         while not enough(list(self.spans)):
             assert time.monotonic() < deadline_s, f"{what}: only {sorted({s.name for s in self.spans})} came"

@@ -46,7 +46,6 @@ class Alone:
         return self.generated.logits
 
     def entries(self, layer: int) -> torch.Tensor:
-        """All C4 entries of one layer: [rows, width]."""
         entries: torch.Tensor = self.cache.layers[layer].compressed_kv["compressor"][0]
         return entries
 
@@ -85,7 +84,6 @@ class SparseModelPair:
         return pools
 
     def store(self, host: Pools, *, hot_rows: int, max_tokens: int, max_requests: int = 2, **more: int) -> SparseCache:
-        """A hot buffer over the host pool of `host`."""
         settings = SparseSettings(
             max_requests=max_requests, hot_rows=hot_rows, top_k=self.top_k, max_tokens=max_tokens, **more
         )

@@ -75,7 +75,6 @@ class HostPool:
         return self.memory[:, :, offset : offset + slots * size].unflatten(2, (slots, size))
 
     def put(self, page_ids: np.ndarray, serial: int, rows: int) -> None:
-        """Write a request's rows as prefill would."""
         numbers, slots = np.arange(rows), self.component.slots_per_page
         pages = torch.from_numpy(page_ids[numbers // slots].astype(np.int64))
         places = torch.from_numpy(numbers % slots)
@@ -110,8 +109,6 @@ class PlainRequest:
 
 
 class SparseSimulation:
-    """One cache, its host pool and the plain model."""
-
     def __init__(
         self,
         options: SparseSettings | None = None,
@@ -251,7 +248,6 @@ class SparseSimulation:
         assert (found[len(slots) :] == -1).all(), "padding must be -1"
 
     def verify_host(self, slot: int) -> None:
-        """Complete pages are on the host, in every layer."""
         request = self.requests[slot]
         rows = np.arange(request.complete_rows_on_host)
         for position, layer in enumerate(self.component.layers):

@@ -79,6 +79,5 @@ def ids(*pages: int) -> np.ndarray:
 
 
 def new_keys(count: int, **identity: str) -> Keys:
-    """Keys that nobody has asked for."""
     names = {"model": "tiny", "revision": secrets.token_hex(8), "fingerprint": "f"} | identity
     return page_keys(PrefixIdentity(tokens_per_page=1, **names), np.arange(count))

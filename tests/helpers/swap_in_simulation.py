@@ -52,12 +52,10 @@ class SwapInSimulation:
         self.ring_begin = torch.zeros(self.requests, dtype=torch.int32, device=device)
 
     def arrays(self) -> dict[str, torch.Tensor]:
-        """What two worlds are compared by."""
         names = ("hot", "slot_of_row", "row_of_slot", "ages", "tallies")
         return {name: getattr(self, name).cpu() for name in names}
 
     def state(self) -> SwapInState:
-        """The arrays' addresses."""
         return SwapInState(
             requests=self.requests,
             slot_of_row=self.slot_of_row.data_ptr(),
@@ -69,7 +67,6 @@ class SwapInSimulation:
         )
 
     def layer_memory(self) -> list[LayerMemory]:
-        """Every layer's places."""
         each = self.host_pages // self.extents
         stride = self.page_bytes * (self.layers if self.page_first else 1)
         step = self.page_bytes if self.page_first else self.host_pages * self.page_bytes
@@ -97,7 +94,6 @@ class SwapInSimulation:
         self.fill_ring(request, begin, rows)
 
     def fill_ring(self, request: int, start: int, stop: int) -> None:
-        """Put rows into the ring, as appending would."""
         for layer in range(self.layers):
             for row in range(start, stop):
                 self.write(layer, self.ring_place(request, row), self.host_row(layer, request, row))
@@ -106,7 +102,6 @@ class SwapInSimulation:
         return request * self.shape.rows_per_request + self.shape.hot_rows + row % self.shape.ring_rows
 
     def host_row(self, layer: int, request: int, row: int) -> np.ndarray:
-        """The bytes of a row, as the host keeps them."""
         page = int(self.page_ids[request, row // self.shape.slots_per_page])
         content = self.host[page, layer] if self.page_first else self.host[layer, page]
         return _row(self.shape, content.numpy(), row % self.shape.slots_per_page)

@@ -104,10 +104,7 @@ def fill(views: PoolViews, *, room: int, tables: Tables, section: Section, keys:
 def compare(
     views: PoolViews, *, room: int, tables: Tables, tokens: int, prefix_tokens: int = 0, keys: Keys = NO_KEYS
 ) -> Comparison:
-    """Compare every live row of a request of `tokens` tokens: all wrong bytes are counted, the first wrong rows are named.
-
-    Growing rows of the first `prefix_tokens` tokens are not looked at. `keys` as for `fill`.
-    """
+    """Compare every live row of a request but growing ones of its prefix; the first wrong rows are named."""
     checked = wrong = 0
     named: list[Mismatch] = []
     seeds = _Seeds(room, keys, tokens, views.geometry.tokens_per_page)
@@ -121,8 +118,6 @@ def compare(
 
 
 class _Seeds:
-    """Whose the rows of one request are."""
-
     def __init__(self, room: int, keys: Keys, tokens: int, tokens_per_page: int) -> None:
         self._room = room
         self._pages = np.frombuffer(keys.data, "<u8")[:: KEY_BYTES // _WORD_BYTES]

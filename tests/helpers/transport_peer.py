@@ -27,7 +27,6 @@ Buffer = SharedBuffer | DeviceBuffer
 
 
 def execute(command: dict[str, Any], transport: Transport, buffer: Buffer) -> dict[str, Any]:
-    """Do what one line asks and return the answer."""
     offset, length = command.get("offset", 0), command.get("length", buffer.length_bytes)
     match command["do"]:
         case "endpoint":

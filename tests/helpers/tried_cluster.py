@@ -22,8 +22,6 @@ THIS_CHECKOUT = (sys.executable, "-m", "kvbridge")
 
 
 class TriedCluster:
-    """One directory, and the command that is tried on it."""
-
     def __init__(
         self,
         folder: Path,
@@ -47,7 +45,6 @@ class TriedCluster:
         return told.stdout
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end, beside the directory."""
         return subprocess.run(
             [*self.kvbridge, *arguments],
             cwd=self.folder.parent,
@@ -85,7 +82,6 @@ class TriedCluster:
         return f"http://127.0.0.1:{self.ports[role]}"
 
     def said(self, text: str) -> str:
-        """What `up` has printed, once a text is in it."""
         found = self.folder / "said"
         try:
             eventually(text, lambda: text in found.read_text(), timeout_s=SAID_S)

@@ -38,7 +38,6 @@ COMBINATIONS = [
 
 
 def pages(*ids: int) -> PageIdArray:
-    """Page ids as copies take them."""
     return np.array(ids, dtype=np.int32)
 
 
@@ -84,18 +83,15 @@ class TwinPools:
 
     @property
     def device_regions(self) -> tuple[Region, ...]:
-        """Of the first rank."""
         return self.regions[0]
 
     @property
     def twins(self) -> tuple[Region, ...]:
-        """Of the node."""
         return self.regions[-1]
 
     def copier(
         self, direction: Direction, means: CopyMeans | None = None, *, rank: int = 0, shares: Shares | None = None
     ) -> HostCopier:
-        """What copies a rank's pages."""
         return HostCopier(
             self.geometry, self.regions[rank], self.twins, direction=direction, means=means, shares=shares
         )
@@ -115,7 +111,6 @@ class TwinPools:
         return [[each.copy() for each in memory] for memory in self.memory]
 
     def compare(self, expected: list[list[Array]]) -> None:
-        """Every byte of all pools is as expected."""
         for found, wanted in zip(self.memory, expected, strict=True):
             for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
                 differing = np.flatnonzero(one != other)
@@ -164,7 +159,6 @@ class TwinPools:
         return next(each for each in self.regions[rank] if (each.component, each.layer) == (like.component, like.layer))
 
     def _in(self, rank: int, content: list[Array] | None = None) -> list[tuple[int, Array]]:
-        """Memory by the address at which the pool has it."""
         return [
             (real.ctypes.data, each)
             for real, each in zip(self.memory[rank], content if content is not None else self.memory[rank], strict=True)

@@ -23,7 +23,6 @@ ADDRESS = PeerAddress(endpoint=NODE_ADDRESS.endpoint)
 
 
 def instance(*roles: Role, block_tokens: int, tp_size: int = 1, **more: Any) -> Instance:
-    """A vLLM of these roles."""
     facts = {"facts": {"model": "tiny"}, "kv_heads": 4, "latent": False, "engine_id": "e"}
     return Instance(roles=roles, tp_size=tp_size, pp_size=1, block_tokens=block_tokens, **facts | more)
 
@@ -65,7 +64,6 @@ BLOCKS, TOKENS = 7, 4
 
 
 def name_of(layer: int) -> str:
-    """What vLLM calls the cache of a layer."""
     return f"model.layers.{layer}.self_attn.attn"
 
 

@@ -61,8 +61,6 @@ class Link:
 
 
 class Side:
-    """One engine and its link to its node."""
-
     def __init__(
         self, pair: Pair, name: str, *, recompute: bool, rooms: Callable[[], int], caches: bool = True
     ) -> None:
@@ -115,7 +113,6 @@ class Side:
         return {block for owner, _ in owners for block in self.used.get(owner, ())}
 
     def note(self, message: RoomCall) -> None:
-        """Note blocks that an attempt at a room is told."""
         if isinstance(message, Hold | Fetch):
             self.newest[message.room] = message.generation
         if tables := tables_from_wire(getattr(message, "tables", None) or ()):

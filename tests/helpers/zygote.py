@@ -89,8 +89,6 @@ class Zygote:
 
 @dataclass
 class Here:
-    """What is so in this process."""
-
     forks: bool = True
     zygote: Zygote | None = None
     """In a forked daemon: that of its rank workers."""
@@ -148,7 +146,6 @@ class ForkedPopen(subprocess.Popen[Any]):
 
 
 def _kind(command: Any, environment: Any, *, own_session: bool) -> str:
-    """Which zygote can fork a command, if one can."""
     if not (_here.forks and own_session) or isinstance(command, (str, bytes)) or command[0] != sys.executable:
         return ""
     paths = (os.environ if environment is None else environment).get("PYTHONPATH", "")
@@ -250,7 +247,6 @@ def _serve(channel: socket.socket) -> Order:
 
 
 def _become(order: Order, descriptors: list[int], between: int) -> None:
-    """Make this process what an executed one would be."""
     os.setsid()
     above = max(512, *order.descriptors) + 1
     kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, above) for descriptor in descriptors]

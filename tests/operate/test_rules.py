@@ -112,7 +112,6 @@ def check_names(queries: Iterable[str], also: Iterable[str] = ()) -> set[str]:
 
 
 def accept(folder: Path, queries: Iterable[str]) -> None:
-    """Have promtool parse queries."""
     asked = [{"record": f"asked:{number}", "expr": query} for number, query in enumerate(queries)]
     (folder / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "asked", "rules": asked}]}))
     promtool("check", "rules", str(folder / "queries.yaml"))
@@ -165,7 +164,6 @@ def test_rules_name_only_what_exists_and_every_recorded_series_is_used() -> None
 
 
 def test_queries_that_the_runbook_shows_can_be_asked(tmp_path: Path) -> None:
-    """A query stands there in backticks."""
     shown = [span for span in spans(RUNBOOK) if re.search(r"kvbridge_\w+\{\w+=|\(kvbridge_", span)]
     assert len(shown) > 5
     check_names(shown)

@@ -78,7 +78,6 @@ def picture_pair(tab: Browser, live: LiveCluster) -> None:
 
 
 def show(tab: Browser, url: str, seconds: float) -> None:
-    """Open a page and let it run."""
     tab.open(url)
     tab.live()
     time.sleep(seconds)
@@ -124,7 +123,6 @@ class Browser:
         return list(self.js("return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)", selector))
 
     def press(self, *keys: str) -> None:
-        """Press keys one after another, wherever the focus is."""
         from selenium.webdriver.common.action_chains import ActionChains
 
         for key in keys:

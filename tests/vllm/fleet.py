@@ -110,11 +110,7 @@ class Fleet:
         return self._expected[key]
 
     def wrong(self, asked: Sequence[int], got: Answer) -> str:
-        """Return '' when an answer is what the server alone says, else how it differs.
-
-        Where the two best tokens of a step are as near to each other as rounding brings them, either is right, and so is what comes
-        behind it: kept in `ties`.
-        """
+        """Return how an answer differs from the server's alone; '' when it does not, or only where rounding decides (`ties`)."""
         expected = self.expected(asked, len(got.tokens) or 16)
         if got.is_error or len(got.tokens) != len(expected.tokens):
             return f"got {got}, expected {len(expected.tokens)} tokens"

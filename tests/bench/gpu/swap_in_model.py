@@ -41,8 +41,6 @@ def misses_of(top_k: int, miss_percent: int) -> int:
 
 @dataclass
 class Selections:
-    """Prepared selections of one case: int32, on the device."""
-
     top_k: torch.Tensor
     """[sets, layers, batch, k]: rows of the request."""
     source_rows: torch.Tensor
@@ -99,7 +97,6 @@ class SwapInModel:
 
     @property
     def rows_each(self) -> int:
-        """Physical rows of a request in a layer."""
         return self.hot_rows + RING_ROWS
 
     def facts(self, top_k: int) -> tuple[SwapInShape, SwapInState, list[LayerMemory]]:
@@ -118,7 +115,6 @@ class SwapInModel:
         return shape, state, self.memory
 
     def restore(self, layers: int) -> None:
-        """Enqueue: the state of the first layers is as it was."""
         for array, fresh in zip(self.now, self.fresh, strict=True):
             array[:layers].copy_(fresh[:layers])
 
@@ -224,7 +220,6 @@ class SwapInModel:
 
 
 def hot_bytes(hot_rows: int) -> int:
-    """Device memory that the largest scene of a hot size takes."""
     return MOST_LAYERS * MOST_BATCH * (hot_rows + RING_ROWS) // SLOTS * PAGE_BYTES
 
 

@@ -101,11 +101,7 @@ def graph_us(
     calls: int = 1,
     before: Callable[[int], None],
 ) -> float:
-    """Capture `work`, replay it, return microseconds a call: the median of all replays.
-
-    `calls`: how many calls `work` holds. `before(replay)` enqueues what comes before each replay and is not counted. The
-    first replay warms up and is left out.
-    """
+    """Replay captured `work` of `calls` calls, each after an uncounted `before(replay)`; return the median us of a call."""
     with TimedGraph(device, stream, work) as graph:
         took_ms = []
         for replay in range(replays + 1):
@@ -229,15 +225,11 @@ class CacheFlush:
         self._bytes = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
 
     def enqueue(self, stream: int) -> None:
-        """Write 256 MiB in stream order."""
         runtime.fill(self._device, self._bytes.data_ptr(), _FLUSH_BYTES, 0, stream=stream)
 
 
 def row_words(pages: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return rows of C4 pages as int64 [rows, 73]: 72 words of value, one of scale.
-
-    `pages`: int64 words of consecutive pages; `rows`: int64 numbers page * 64 + slot.
-    """
+    """Return rows (int64, page * 64 + slot) of C4 pages (int64 words) as int64 [rows, 73]: 72 words of value, one of scale."""
     each = PAGE_BYTES // 8
     page, slot = rows // SLOTS, rows % SLOTS
     values = page * each + slot * (VALUE_BYTES // 8)

@@ -60,8 +60,6 @@ RANKS = dict.fromkeys(("tp_rank", "pp_rank", "attn_tp_rank", "attn_cp_rank", "at
 
 
 class Pool:
-    """Buffers of one kind, each of so many items."""
-
     def __init__(self, items: int, item_bytes: tuple[int, ...], seed: int) -> None:
         self.item_bytes = list(item_bytes)
         self.buffers = [np.zeros((items, each), dtype=np.uint8) for each in item_bytes]

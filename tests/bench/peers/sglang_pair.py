@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import select
-import socket
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 from kvbridge.core.errors import DeadlineError
 from kvbridge.processes import ChildProcess, stop_all
+from tests.helpers.local_servers import free_ports
 
 END = Path(__file__).with_name("sglang_end.py")
 START_S, CALL_S = 600.0, 120.0
@@ -70,7 +70,7 @@ class SglangPair(AbstractContextManager["SglangPair"]):
         self.facts: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
-        port = _free_port()
+        [port] = free_ports(1)
         try:
             for end in self._ends:
                 end.start(self._python, port, self._pages)
@@ -93,7 +93,6 @@ class SglangPair(AbstractContextManager["SglangPair"]):
         stop_all(self._ends, timeout_s=20.0)
 
     def sent_bytes(self, pages: int) -> int:
-        """What a prompt of so many whole pages moves."""
         return int(pages * self.facts["page_bytes"] + self.facts["window_bytes"] + self.facts["aux_bytes"])
 
     def whole_request(self, page: int) -> float:
@@ -117,7 +116,6 @@ class SglangPair(AbstractContextManager["SglangPair"]):
         return float(received["done_s"] - sent["begun_s"])
 
     def wipe(self, pages: Pages) -> None:
-        """Make the receiver's pages others than the sender's."""
         self._decode.ask(do="wipe", pages=pages, window=WINDOW)
 
     def check(self, source: Pages, destination: Pages) -> None:
@@ -128,9 +126,3 @@ class SglangPair(AbstractContextManager["SglangPair"]):
             raise RuntimeError(
                 f"SGLang delivered other bytes than were sent, pages {source[:8]}... to {destination[:8]}..."
             )
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])

@@ -174,7 +174,6 @@ def hooks(pairs: Pairs, _turns: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def read_hooks(pairs: Pairs, spans: dict[str, Any]) -> dict[str, Any]:
-    """Return what the hooks took, by connector and side."""
     found: dict[str, Any] = {}
     for name, measured in pairs.by_name.items():
         for side, times in measured.hooks.items():

@@ -102,7 +102,6 @@ class Pairs:
         self.end()
 
     def end(self) -> None:
-        """End all; hook times are whole then."""
         servers, self._servers = self._servers, []
         for server in servers:
             server.end()
@@ -125,12 +124,10 @@ class HookTimes:
     path: Path
 
     def rows(self) -> list[Row]:
-        """Return what has been written, in order of time."""
         files = self.path.parent.glob(f"{self.path.name}.*")
         return sorted((row for file in files for row in _rows(file)), key=lambda row: row.at_s)
 
     def loads(self, begun_s: float, ended_s: float) -> list[Row]:
-        """Return the loads that began in a while."""
         return [row for row in self.rows() if row.what == "load" and begun_s <= row.at_s < ended_s]
 
     def steps_ms(self, begun_s: float, ended_s: float) -> list[float]:
@@ -138,10 +135,7 @@ class HookTimes:
         return [1e3 * row.seconds for row in self.rows() if row.what == "step" and begun_s <= row.at_s < ended_s]
 
     def requests_ms(self, spans: list[tuple[float, float]], usual_step_s: float) -> list[float]:
-        """Return what all hooks of each request took: those that name it, and what its steps took beyond a step without work.
-
-        `spans`: when each was under way, alone.
-        """
+        """Return what all hooks of each request took in its span: those that name it, and its steps beyond usual ones."""
         rows = self.rows()
         found = []
         for begun_s, ended_s in spans:

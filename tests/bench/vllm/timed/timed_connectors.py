@@ -120,16 +120,12 @@ _rows = Rows()
 
 
 class NixlConnector(Nixl):
-    """vLLM's own."""
-
     def shutdown(self) -> None:
         _rows.write()
         super().shutdown()
 
 
 class KvbridgeConnector(Kvbridge):
-    """kvbridge's."""
-
     def shutdown(self) -> None:
         _rows.write()
         super().shutdown()
