@@ -161,11 +161,7 @@ class _Usage:
         self._processes = {"generator": psutil.Process()}
         for name, engine in zip(("prefill engine", "decode engine"), generator.engines, strict=True):
             self._processes[name] = psutil.Process(engine.pid)
-        for name, daemon in generator.daemons():
-            assert daemon.process is not None
-            self._processes[name] = process = psutil.Process(daemon.process.pid)
-            workers = enumerate(process.children())
-            self._processes |= {f"{name} worker {number}": child for number, child in workers}
+        self._processes |= {name: process for name, process, _ in generator.processes()}
         self._before_s = self._now_s()
 
     def _now_s(self) -> dict[str, float]:

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
+
 from kvbridge.cli.local_cluster import Cluster, DaemonProcess
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset
@@ -186,12 +188,16 @@ class Load:
         for endpoint in (self.bootstrap, self.prefill, self.decode):
             endpoint.close()
 
-    def daemons(self) -> list[tuple[str, DaemonProcess]]:
-        return [
-            ("bootstrap", self.cluster.bootstrap),
-            ("prefill", self.cluster.prefill),
-            ("decode", self.cluster.decode),
-        ]
+    def processes(self) -> list[tuple[str, psutil.Process, DaemonProcess]]:
+        """Every daemon and every rank worker, by a name that stays, with the daemon."""
+        found = []
+        daemons = self.cluster.bootstrap, self.cluster.prefill, self.cluster.decode
+        for name, daemon in zip(("bootstrap", "prefill", "decode"), daemons, strict=True):
+            assert daemon.process is not None
+            process = psutil.Process(daemon.process.pid)
+            found.append((name, process, daemon))
+            found += [(f"{name} worker {number}", child, daemon) for number, child in enumerate(process.children())]
+        return found
 
     async def _listen(self, engine: asyncio.subprocess.Process) -> None:
         assert engine.stdout is not None

@@ -168,7 +168,7 @@ async def _course(generator: Load, course: Course, rooms: int, tokens: int, rest
         took_s = time.monotonic() - before_s
         generator.rest()
         await asyncio.sleep(rest_s)
-        figures = {name: _look(process, log) for name, process, log in _processes(generator)}
+        figures = {name: _look(name, process, daemon.log_path) for name, process, daemon in generator.processes()}
         look = Look(course.done, round(time.monotonic() - begun_s, 1), round((mark - before) / took_s, 1), figures)
         course.looks.append(look)
         print(_line(look), flush=True)
@@ -203,18 +203,7 @@ async def _slot(generator: Load, numbers: Any, tokens: int, course: Course) -> N
 # ------------------------------------------------------------------------------------------- processes
 
 
-def _processes(generator: Load) -> list[tuple[str, psutil.Process, Path]]:
-    """Every daemon and every rank worker, by a name that stays, with the daemon's log (workers write to it, too)."""
-    found = []
-    for name, daemon in generator.daemons():
-        assert daemon.process is not None
-        process = psutil.Process(daemon.process.pid)
-        found.append((name, process, daemon.log_path))
-        found += [(f"{name} worker {number}", child, Path()) for number, child in enumerate(process.children())]
-    return found
-
-
-def _look(process: psutil.Process, log: Path) -> Figures:
+def _look(name: str, process: psutil.Process, log: Path) -> Figures:
     memory = process.memory_full_info()
     folder = Path(f"/proc/{process.pid}")
     links = [_target(link) for link in (folder / "fd").iterdir()]
@@ -226,7 +215,7 @@ def _look(process: psutil.Process, log: Path) -> Figures:
         sockets=sum(target.startswith("socket:") for target in links),
         threads=process.num_threads(),
         mappings=mappings,
-        log_bytes=log.stat().st_size if log.is_file() else 0,
+        log_bytes=0 if "worker" in name else log.stat().st_size,  # workers write to their daemon's
     )
 
 

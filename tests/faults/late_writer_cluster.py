@@ -220,7 +220,7 @@ def freed(stage: LateWriterCluster) -> None:
 
 
 def frozen_node(stage: LateWriterCluster, *, fenced: bool) -> int:
-    """Freeze a prefill node with an order in its worker's hands until decode gives it up; the worker wakes. Returns rows come."""
+    """Freeze a prefill node and its busy worker until decode gives both up, wake the worker; returns how many late rows came."""
     room = stage.begin_late()
     worker, node = stage.worker_pid(stage.prefill), stage.pid(stage.prefill)
     stage.freeze(worker)
