@@ -32,7 +32,7 @@ GRACE_S = 60.0
 """From the interruption at the limit to SIGKILL."""
 QUIET_S = 15.0
 """When a suite has printed nothing for so long, a line says for how long it runs."""
-LAST_WORDS_S = 5.0
+LAST_WORDS_S = 30.0
 """For what is still in a suite's pipe after its end."""
 DURATIONS = ROOT / "out" / "durations.json"
 """Seconds of each file of tests in its last run, by its path."""
