@@ -27,7 +27,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.tier.keys import KEY_BYTES
 from tests.bench.output import percentile
 from tests.bench.output import table as text
-from tests.helpers.local_servers import redis_server
+from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import LIMITS, node
 
 INSTANCES = (10, 1000)

@@ -15,7 +15,7 @@ from kvbridge.cli.local_cluster import LOG_JSON, DaemonProcess
 from kvbridge.processes import stop_all
 from tests.helpers.cluster import cluster, eventually
 from tests.helpers.live_rooms import bearer, http, live_cluster
-from tests.helpers.local_servers import redis_server
+from tests.helpers.redis_server import redis_server
 
 pytestmark = pytest.mark.thorough
 

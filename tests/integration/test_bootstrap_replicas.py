@@ -14,7 +14,7 @@ from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.errors import PeerError
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, status
-from tests.helpers.local_servers import RedisServer, redis_server
+from tests.helpers.redis_server import RedisServer, redis_server
 
 TOKENS = 1000
 HEARTBEAT_S = 0.5

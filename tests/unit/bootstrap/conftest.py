@@ -7,7 +7,7 @@ import itertools
 import pytest
 import pytest_asyncio
 
-from tests.helpers.local_servers import redis_server
+from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import FakeDaemons, MemoryFleet, RedisFleet
 
 _NUMBERS = itertools.count()

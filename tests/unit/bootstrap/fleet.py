@@ -27,8 +27,8 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.metrics import STORE_FAILED, MetricSpec
-from tests.helpers.local_servers import RedisServer, let_time_pass
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.redis_server import RedisServer, let_time_pass
 
 EXPIRE_AFTER_S = 80.0
 """Redis has a clock of its own: what is to be alive is so with seconds to spare."""

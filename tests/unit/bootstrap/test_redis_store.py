@@ -14,7 +14,7 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.redis import redis_client
 from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Role
-from tests.helpers.local_servers import redis_server
+from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import FLEET, LIMITS, FakeDaemons, RedisFleet, node
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.outside]
