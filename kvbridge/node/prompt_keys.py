@@ -49,7 +49,7 @@ def difference(
     if not said.page_hashes:
         raise InvalidInputError(
             f"room {room.room} was admitted with page keys, so its engines have to state those of their own tokens: give "
-            "page_hashes=engine.page_keys(tokens, adapter=..., namespace=...)"
+            "page_keys=engine.page_keys(tokens, adapter=..., namespace=...)"
         )
     keys = keys_of(said.page_hashes, room.prompt_tokens, tokens_per_page)
     text = _difference(room, keys, tokens_per_page)

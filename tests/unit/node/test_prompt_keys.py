@@ -79,7 +79,7 @@ async def test_a_namespace_that_may_not_be_named_is_a_counted_refusal(wait_s):
 
 def test_an_engine_that_states_none_is_told_what_to_do_and_the_room_goes_on():
     bench, decode = prefill(), committed()
-    with pytest.raises(InvalidInputError, match=r"admitted with page keys.*engine\.page_keys"):
+    with pytest.raises(InvalidInputError, match=r"admitted with page keys.*give page_keys=engine\.page_keys"):
         begin(bench)
     with pytest.raises(InvalidInputError, match="page_hashes has 16 bytes"):
         begin(bench, KEYS[:16])
