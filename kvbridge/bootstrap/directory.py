@@ -1,20 +1,29 @@
-"""The directory: the nodes that announced themselves, and the instances that they make up.
+"""The directory: the nodes that announced themselves, the instances that they make up, and those to look at for a request.
 
-Every decision is made on an answer of the store, and takes effect only if that answer is still true. The worst that an old answer
-leads to is a refused reservation: the daemons decide.
+A registration takes effect only if the store's answer that it was decided on is still true. A pairing may use an old answer: at
+worst a daemon refuses the reservation.
+
+For each request a few instances of each role are drawn at random. Their best pair is as good as the best of all, or better: what
+the directory knows is as old as a heartbeat, so the best of all would be the same instances for everybody (`docs/performance.md`
+has the figures). In a fleet that is filled evenly, few have place for a very long prompt. When no drawn pair has place, more
+instances are therefore drawn, together with those that had the most free pages lately; then all are looked at. A pair that looks
+full is offered last: the daemons decide.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from heapq import nlargest
+from typing import Final
 
 import structlog
 
 from kvbridge.api.client import DaemonClient
-from kvbridge.api.directory import InstanceView, NodeHeartbeat, NodeRegistration, NodeView, Registered
+from kvbridge.api.directory import InstanceView, NodeHeartbeat, NodeRegistration, NodeView, PairRequest, Registered
+from kvbridge.bootstrap.fit import Look, guess_held_pages, holders, noted_keys
 from kvbridge.bootstrap.nodes import (
     Instance,
     NodeKey,
@@ -26,31 +35,41 @@ from kvbridge.bootstrap.nodes import (
     succeed,
     ways_of,
 )
-from kvbridge.bootstrap.stores.base import Store
-from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
+from kvbridge.bootstrap.store import Store
+from kvbridge.core.errors import (
+    BridgeError,
+    ConflictError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    NotFoundError,
+    NotReadyError,
+    StaleError,
+)
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.features import FEATURES, agree
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
+from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)
 
 REGISTER_ATTEMPTS = 16
-"""Registrations of one instance that may come in between, one after another, before a node is told to come again."""
+"""A node is told to register again after its instance has changed so many times in between."""
+DRAWN: Final = (5, 64)
+"""Instances of each role that are drawn for a request: at first, and when no pair of those has place."""
 FREEST = 16
 """Instances of each role that are remembered as those with the most free pages."""
 
 
 class Directory:
-    """The nodes that are alive, by instance. Every method raises NotReadyError when the store cannot be asked now."""
+    """The nodes that are alive, by instance. Every method raises NotReadyError while the store does not answer."""
 
-    def __init__(
-        self, store: Store, daemons: DaemonClient, *, probe_s: float = 1.0, chance: random.Random | None = None
-    ) -> None:
-        """`probe_s`: a daemon whose name another process claims has this time to say that it is still there. `chance` draws."""
+    def __init__(self, store: Store, daemons: DaemonClient, *, probe_s: float = 1.0) -> None:
+        """`probe_s`: a daemon whose name another process claims has this time to say that it is still there."""
         self._store = store
         self._daemons = daemons
         self._probe_s = probe_s
-        self._chance = chance or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self._looking_at_all = asyncio.Lock()
+        """Held by one pairing at a time: in a large fleet a look at all takes so long that heartbeats have to come in between."""
         # As of the last look at all, which the overview takes every quarter of a second, and of registrations here since.
         self._keys: dict[str, list[NodeKey]] = {}
         self._groups: dict[tuple[Role, str], list[str]] = {}
@@ -62,7 +81,7 @@ class Directory:
 
         Raises InvalidInputError for a registration that contradicts itself, FingerprintMismatchError or ConflictError
         for one that contradicts the other nodes of its instance, ConflictError for a name that another process has,
-        StaleError for an incarnation already replaced, FeatureError.
+        StaleError for an incarnation that was replaced, FeatureError.
         """
         who = f"node '{registration.node}' of instance '{registration.instance}'"
         agree(FEATURES, registration.features, us="this bootstrap", them=who)
@@ -95,14 +114,15 @@ class Directory:
                 view = NodeRecord(entry, entry.beat, silent_s=0.0).view()
                 return Registered(**dict(view), features=FEATURES)
         raise NotReadyError(
-            f"{who} could not be registered: other nodes of the instance came in between {REGISTER_ATTEMPTS} times; register again"
+            f"{who} could not be registered: other nodes of the instance registered in between {REGISTER_ATTEMPTS} times; "
+            "register again"
         )
 
     async def _require_gone(self, known: NodeRecord) -> None:
-        """Raise ConflictError unless it is proved that the holder of a name, whose heartbeats are fresh, is not there.
+        """Raise ConflictError unless the holder of a name is proved to be gone, although its heartbeats are fresh.
 
-        The proof is at its address: nobody answers, or another incarnation does. So a daemon that was killed is replaced at once,
-        and a second process of the same name is kept out.
+        The proof is at the holder's address: nobody answers, or another incarnation does. A daemon that was killed is thus replaced
+        at once, and a second process of the same name is kept out.
         """
         holder = known.registration
         where = f"node '{holder.node}' of instance '{holder.instance}' is incarnation {holder.incarnation} at {holder.http_url}"
@@ -121,22 +141,22 @@ class Directory:
         )
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
-        """Note that a node lives, and how full it is.
+        """Take a node's heartbeat: the node lives, and is so full.
 
-        Raises NotFoundError when the node must register (again), StaleError when another incarnation took its place.
+        Raises NotFoundError when the node must register (again), StaleError when another incarnation has its name.
         """
         record = await self._store.beat((instance, node), heartbeat)
         return _owned(record, instance, node, heartbeat.incarnation).view()
 
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
-        """Take a node off at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
+        """Remove a node at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
         if not await self._store.remove((instance, node), incarnation):
             record = next(iter(await self._store.look([(instance, node)])), None)
             _owned(record, instance, node, incarnation)
         log.info("node_left", peer_name=f"{instance}/{node}", incarnation=incarnation)
 
     async def expire(self) -> tuple[NodeKey, ...]:
-        """Forget silent nodes, say so in the log, and return their keys. Nobody sees them before that either."""
+        """Forget silent nodes, log them, and return their keys. No look shows them before that either."""
         gone = await self._store.expire()
         for instance, node in gone:
             log.warning("node_lost", peer_name=f"{instance}/{node}", limit="directory.expire_after_s")
@@ -159,37 +179,59 @@ class Directory:
                 for fingerprint in ("", of.fingerprint):
                     self._groups.setdefault((of.role, fingerprint), []).append(of.instance)
 
-    async def draw(self, count: int, fingerprint: str = "", names: Iterable[str] = ()) -> tuple[Instance, ...]:
-        """Return `count` instances of each role, drawn at random (of this fingerprint, where one is given), and those named.
+    async def look(self, request: PairRequest, keys: Keys) -> Look:
+        """Return instances of which two are a pair for the request. Raises as `Ranking` when no two of all are."""
+        found: Look | None = None
+        for count, names in zip(DRAWN, ((), self._freest.get(request.fingerprint, ())), strict=True):
+            guess = await self._guess(await self.draw(count, request.fingerprint, names), request, keys)
+            with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
+                found = Look.at(*guess, request, keys)
+                if not found.ranking.looks_full:
+                    break
+        if found is not None:
+            return found
+        async with self._looking_at_all:
+            return Look.at(*await self._guess(await self.instances(), request, keys), request, keys)
 
-        They are drawn among those that are known here, and read from the store: that costs what they are, not what the fleet is.
+    async def _guess(
+        self, instances: tuple[Instance, ...], request: PairRequest, keys: Keys
+    ) -> tuple[tuple[Instance, ...], dict[str, int]]:
+        """Return `instances` with those that may hold the prompt, and the pages of it that each is likely to hold, by name."""
+        if not (keys and any(instance.keeps_prefixes for instance in instances)):
+            return instances, {}
+        notes = await self._store.noted(noted_keys(keys, request.namespace))
+        known = {instance.name for instance in instances}
+        if others := [name for name in holders(notes) if name not in known]:
+            instances = (*instances, *await self.draw(0, names=others))
+        return instances, guess_held_pages(instances, notes, len(keys))
+
+    async def draw(self, count: int, fingerprint: str = "", names: Iterable[str] = ()) -> tuple[Instance, ...]:
+        """Return `count` random instances of each role (of this fingerprint, where one is given), and those named.
+
+        They are drawn among those that are known here, and read from the store: the cost does not depend on the fleet's size.
         """
         drawn = set(names)
         for role in Role:
             group = self._groups.get((role, fingerprint), [])
-            drawn.update(self._chance.sample(group, min(count, len(group))))
+            drawn.update(random.sample(group, min(count, len(group))))
         return by_instance(await self._store.look([key for name in drawn for key in self._keys.get(name, ())]))
 
-    def freest(self, fingerprint: str = "") -> Sequence[str]:
-        """Return the instances of both roles that had the most free pages when the overview looked at all instances last."""
-        return self._freest.get(fingerprint, ())
-
     async def listing(self) -> tuple[InstanceView, ...]:
-        """Return what operators see."""
+        """Return every instance as operators see it."""
         instances = await self.instances()
         found = incompatible(instances)
         return tuple(instance.view(found.get(instance.name, "")) for instance in instances)
 
     async def charge(self, pages: Iterable[tuple[Instance, Mapping[str, int]]]) -> None:
-        """Count a room against all nodes of instances until their next heartbeats tell the truth.
+        """Count a room against all nodes of instances until their next heartbeats.
 
-        Without it every request between two heartbeats would go to the same, least busy instance.
+        Otherwise every request between two heartbeats would go to the same, least busy instance.
         """
         await self._store.charge({record.entry.key: counts for instance, counts in pages for record in instance.nodes})
 
 
 def _freest(instances: Iterable[Instance]) -> dict[str, list[str]]:
-    """By fingerprint, and those of all under the fingerprint ""."""
+    """Return the names of the ready instances with the most free pages by fingerprint, and of all under the fingerprint ""."""
     groups: dict[tuple[str, Role], list[tuple[float, str]]] = {}
     for instance in instances:
         if instance.ready:
@@ -202,22 +244,22 @@ def _freest(instances: Iterable[Instance]) -> dict[str, list[str]]:
 
 
 def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:
-    """Return why no pair can be made, judged by who is there; empty when one can."""
+    """Return why no pair can be made of the instances that are there; empty when one can."""
     listing = tuple(listing)
-    ready = [instance for instance in listing if instance.ready]
     reasons = []
     for role in Role:
-        of_role = [instance for instance in listing if instance.role is role]
-        if not any(instance.role is role for instance in ready):
-            first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in of_role[:1])
-            reasons.append(f"no {role} instance is ready ({len(of_role)} known{first})")
-    if not reasons:
-        ways = [{way for one in ready if one.role is role for way in ways_of(one)} for role in Role]
-        if not set.intersection(*ways):
-            waiting = [one for one in listing if not one.ready]
-            first = "".join(f"; '{each.instance}': {', '.join(each.reasons)}" for each in waiting[:1])
-            reasons.append(f"no ready prefill instance can be paired with a ready decode instance{first}")
+        of_role = [one for one in listing if one.role is role]
+        if not any(one.ready for one in of_role):
+            reasons.append(f"no {role} instance is ready ({len(of_role)} known{_reasons_of_first(of_role)})")
+    ways = [{way for one in listing if one.ready and one.role is role for way in ways_of(one)} for role in Role]
+    if not reasons and not set.intersection(*ways):
+        waiting = _reasons_of_first([one for one in listing if not one.ready])
+        reasons.append(f"no ready prefill instance can be paired with a ready decode instance{waiting}")
     return tuple(reasons)
+
+
+def _reasons_of_first(listing: list[InstanceView]) -> str:
+    return f"; '{listing[0].instance}': {', '.join(listing[0].reasons)}" if listing else ""
 
 
 def _owned(record: NodeRecord | None, instance: str, node: str, incarnation: str) -> NodeRecord:
@@ -226,7 +268,6 @@ def _owned(record: NodeRecord | None, instance: str, node: str, incarnation: str
     if record.registration.incarnation != incarnation:
         raise StaleError(
             f"node '{node}' of instance '{instance}' is now incarnation {record.registration.incarnation} at "
-            f"{record.registration.http_url}, not {incarnation}: "
-            "two processes use one name, or this one was replaced"
+            f"{record.registration.http_url}, not {incarnation}: two processes use one name, or this one was replaced"
         )
     return record

@@ -1,33 +1,26 @@
-"""The pair of instances that suits a request.
+"""The pair of instances that suits a request best.
 
-An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
-full. Cached pages that nobody reads count as left. An instance that is likely to hold the beginning of the prompt (`prefixes.py`)
-gets half of the share that it holds on top: to hold all of it is worth half a free pool, and never a pool that looks full. The best
-pair has the largest sum of both; equal pairs go by fewer rooms, then by name. Each of these is a sum, or an order, of one part for
-each side: the best pair is the best prefill with the best decode instance, and nobody has to look at all pairs.
+An instance is *free* by the share of its scarcest pool that would be left after the request; below zero the instance looks full.
+Cached pages that nobody reads count as left. An instance that is likely to hold the beginning of the prompt gets half of the share
+that it holds on top: holding all of the prompt is worth half a free pool, and never a pool that looks full. The best pair has the
+largest sum of both; equal pairs go by fewer rooms, then by name. Each sum has one term for each side, so the best pair is the best
+prefill instance with the best decode instance, and nobody has to look at all pairs.
 
-A few instances of each role are drawn at random, and the best pair of those is as good as the best of all, or better. What is known
-is as old as a heartbeat, so taking the best of all would send everybody to the same instances, and a fleet that is filled quite
-evenly has place for a very long prompt nowhere (`docs/performance.md` has the figures). When no drawn pair has place, more are
-drawn, together with the instances that had the most free pages lately. A pair that looks full is offered too, after all others: the
-daemons decide.
+Bootstrap guesses who holds a prompt from its own notes: no node tells of single pages. Each heartbeat says for how long the node
+keeps what it was given, and bootstrap believes younger notes. Rooms fail, engines die, and rooms that were admitted without
+bootstrap are not noted; so a guess only orders instances, and a wrong one costs what a request without a guess does.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final, NamedTuple
 
 from kvbridge.api.directory import NodeRegistration, PairRequest, Ticket
-from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.nodes import Instance, NodeRecord, Way, mismatch
-from kvbridge.bootstrap.prefixes import guess_held_pages, holders, judge, keeps_prefixes, noted_keys
-from kvbridge.bootstrap.stores.base import Store
-from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import BridgeError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import Role
 from kvbridge.telemetry.facts import PrefixGuessed
@@ -35,43 +28,46 @@ from kvbridge.tier.keys import Keys
 
 Pages = dict[str, int]
 """Pages by index space."""
+Notes = Mapping[str, float]
+"""For one beginning of a prompt: the instances that were given such prompts, and how many seconds ago."""
 
 HELD_WEIGHT = 0.5
 """The worth of holding a whole prompt, in shares of a free pool."""
+HOLDERS: Final = 16
+"""The most instances that are looked at because they may hold the beginning of a prompt."""
 SHOWN = 8
-"""Instances that are named in a refusal."""
-DRAWN: Final = (5, 64)
-"""Instances of each role that are drawn for a request: at first, and with the freest ones when no pair of those has place."""
+"""The most instances that a refusal names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Two instances that could serve one request."""
-
-    prefill: Instance
-    decode: Instance
-    demands: dict[str, Pages]
-    """Pages that the request needs on each node, by the name of its instance."""
-    looks_full: bool
-    """Whether one of them has no room for it by the directory's knowledge."""
-
-    @property
-    def controls(self) -> tuple[PeerAddress, ...]:
-        """Where the decode side meets the prefill nodes."""
-        found = (record.registration.control for record in self.prefill.nodes)
-        return tuple(control for control in found if control is not None)
-
-
-class _Option(NamedTuple):
-    """One instance for one request. The smaller of two is better: fields stand in the order of preference, and names differ."""
+class Option(NamedTuple):
+    """One instance for one request. The smaller option is better: fields stand in the order of preference, and names differ."""
 
     looks_full: bool
+    """The instance has no room for the request, by what the directory knows."""
     cost: float
-    """The share that would be free, and what the instance is likely to hold, negated."""
+    """The share that would be free, and the worth of what the instance is likely to hold, negated."""
     rooms: int
     name: str
     instance: Instance
     needed: Pages
+    """Pages that the request needs on each node of the instance."""
+
+
+class Pair(NamedTuple):
+    """Two instances that could serve one request."""
+
+    prefill: Option
+    decode: Option
+
+    @property
+    def looks_full(self) -> bool:
+        """One of the two looks full."""
+        return self.prefill.looks_full or self.decode.looks_full
+
+    def order(self) -> tuple[bool, float, int, str, str]:
+        """Return what pairs are ordered by, the best first."""
+        one, other = self
+        return self.looks_full, one.cost + other.cost, one.rooms + other.rooms, one.name, other.name
 
 
 class Ranking:
@@ -80,69 +76,41 @@ class Ranking:
     def __init__(
         self, instances: Iterable[Instance], request: PairRequest, held: Mapping[str, float] | None = None
     ) -> None:
-        """Rate each instance for the request. `held`: the share of its prompt that an instance is likely to hold.
+        """Rate each instance for the request. `held`: the share of the prompt that an instance is likely to hold.
 
         Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
         hold the same model, InvalidInputError when the request is larger than every pool.
         """
         instances = tuple(instances)
-        prefill = _ready(instances, Role.PREFILL, request)
-        decode = _ready(instances, Role.DECODE, request)
+        roles = [_ready(instances, role, request) for role in (Role.PREFILL, Role.DECODE)]
         known: dict[tuple[str, ...], Pages] = {}
-        sides: dict[Way, tuple[list[_Option], list[_Option]]] = {}
-        for side, of_role in enumerate((prefill, decode)):
+        ways: dict[Way, tuple[list[Option], list[Option]]] = {}
+        for side, of_role in enumerate(roles):
             for instance in of_role:
-                if (option := _option(instance, request, known, (held or {}).get(instance.name, 0.0))) is not None:
+                if option := _option(instance, request, known, (held or {}).get(instance.name, 0.0)):
                     for way in instance.ways:
-                        sides.setdefault(way, ([], []))[side].append(option)
-        self._sides = [(senders, receivers) for senders, receivers in sides.values() if senders and receivers]
-        """Prefill and decode of each way to be a pair."""
+                        ways.setdefault(way, ([], []))[side].append(option)
+        self._sides = [both for both in ways.values() if all(both)]
+        """Prefill and decode options, for each way to be a pair."""
         if not self._sides:
-            raise _no_pair(prefill, decode, request)
+            raise _no_pair(*roles, request)
 
     @property
     def looks_full(self) -> bool:
-        """Whether every pair does."""
-        return all(_looks_full((min(senders), min(receivers))) for senders, receivers in self._sides)
+        """Every pair looks full."""
+        return all(Pair(min(senders), min(receivers)).looks_full for senders, receivers in self._sides)
 
-    def best(self, *, without: Collection[str] = ()) -> Candidate | None:
+    def best(self, *, without: Collection[str] = ()) -> Pair | None:
         """Return the best pair of instances that are not named in `without`; None when none is left."""
-        best: tuple[_Option, _Option] | None = None
-        for senders, receivers in self._sides:
-            sender = min((one for one in senders if one.name not in without), default=None)
-            receiver = min((one for one in receivers if one.name not in without), default=None)
-            if sender is not None and receiver is not None:
-                best = min(best or (sender, receiver), (sender, receiver), key=_pair_order)
-        if best is None:
-            return None
-        sender, receiver = best
-        return Candidate(
-            prefill=sender.instance,
-            decode=receiver.instance,
-            demands={sender.name: sender.needed, receiver.name: receiver.needed},
-            looks_full=_looks_full(best),
-        )
-
-
-def _looks_full(pair: tuple[_Option, _Option]) -> bool:
-    return any(option.looks_full for option in pair)
-
-
-def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, str]:
-    sender, receiver = pair
-    return (
-        _looks_full(pair),
-        sender.cost + receiver.cost,
-        sender.rooms + receiver.rooms,
-        sender.name,
-        receiver.name,
-    )
+        left = ([[one for one in side if one.name not in without] for side in both] for both in self._sides)
+        pairs = (Pair(min(senders), min(receivers)) for senders, receivers in left if senders and receivers)
+        return min(pairs, key=Pair.order, default=None)
 
 
 def _option(
     instance: Instance, request: PairRequest, known: dict[tuple[str, ...], Pages], held: float
-) -> _Option | None:
-    """Return an instance's option; None when its pools could never hold the request. `known`: demands of nodes that are alike."""
+) -> Option | None:
+    """Return None when the pools could never hold the request. `known`: the demands of nodes by kind, so far."""
     needed: Pages = {}
     share = 1.0
     for record in instance.nodes:
@@ -152,16 +120,15 @@ def _option(
         needed = found
         share = min(share, _share_left(record, needed))
         if share < 0 and any(0 < record.beat.load.total_pages.get(space, 0) < count for space, count in needed.items()):
-            return None  # it does not only look full
-    return _Option(share < 0, -share - HELD_WEIGHT * held, instance.rooms, instance.name, instance, needed)
+            return None
+    return Option(share < 0, -share - HELD_WEIGHT * held, instance.rooms, instance.name, instance, needed)
 
 
 def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
-    """Return the pages that the request needs on a node, by index space."""
-    decode = registration.role is Role.DECODE
+    """Return the pages that the request needs on a node."""
     pages = pages_needed(
         registration.geometry,
-        tokens=request.prompt_tokens + (request.max_new_tokens if decode else 0),
+        tokens=request.prompt_tokens + (request.max_new_tokens if registration.role is Role.DECODE else 0),
         prompt_tokens=request.prompt_tokens,
         host=frozenset(registration.host),
     )
@@ -169,10 +136,7 @@ def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
 
 
 def _share_left(record: NodeRecord, needed: Pages) -> float:
-    """Return the share of the scarcest pool that the request would leave; negative: the node looks full.
-
-    Pools that a node does not report, or reports as empty of pages altogether, set no limit here.
-    """
+    """Return the share of the scarcest pool that would be left. Pools that the node does not report set no limit."""
     totals = record.beat.load.total_pages
     shares = (
         (record.free_pages(space) - count) / totals[space] for space, count in needed.items() if totals.get(space)
@@ -195,25 +159,89 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) ->
 
 
 def _no_pair(prefill: list[Instance], decode: list[Instance], request: PairRequest) -> BridgeError:
-    """Return why no two instances that are ready are a pair for a request."""
-    if ways := _ways(prefill) & _ways(decode):
-        matching = [instance for instance in (*prefill, *decode) if not ways.isdisjoint(instance.ways)]
+    """Return why no two of the ready instances are a pair for a request."""
+    ways = [{way for instance in side for way in instance.ways} for side in (prefill, decode)]
+    if common := set.intersection(*ways):
+        names = [f"'{one.name}'" for one in (*prefill, *decode) if not common.isdisjoint(one.ways)]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return InvalidInputError(
             f"a request of {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens is larger than "
-            f"the pools of every pair of instances ({_names(matching)}): enlarge pools.* or shorten the request"
+            f"the pools of every pair of instances ({', '.join(names[:SHOWN])}{more}): enlarge pools.* or shorten the request"
         )
     errors = [mismatch(instance, decode) for instance in prefill[:SHOWN]]
     # An instance that only cannot meet is nearer to a pair than one that holds another model.
     return next((error for error in errors if isinstance(error, NotReadyError)), errors[0])
 
 
-def _ways(instances: Iterable[Instance]) -> set[Way]:
-    return {way for instance in instances for way in instance.ways}
+# ------------------------------------------------------------------------------------- who holds the prompt
 
 
-def _names(instances: list[Instance]) -> str:
-    shown = ", ".join(f"'{instance.name}'" for instance in instances[:SHOWN])
-    return shown if len(instances) <= SHOWN else f"{shown} and {len(instances) - SHOWN} more"
+class Guess(StrEnum):
+    """How the guess who holds the beginning of a prompt turned out, for one side of a pair."""
+
+    NONE = "none"
+    """No instance was thought to hold any of the prompt."""
+    PASSED_OVER = "passed_over"
+    """The request went elsewhere: to a much emptier instance, or because the holder could not take the room."""
+    RIGHT = "right"
+    """The request went to an instance that was thought to hold some of the prompt, and does."""
+    STALE = "stale"
+    """The request went to an instance that was thought to hold some of the prompt, and does not (any more)."""
+
+
+def noted_pages(page_count: int) -> list[int]:
+    """Return the lengths of beginnings that a prompt is noted by: 1, 2, 3, 4, 6, 8, 12, ... pages, two for each doubling.
+
+    A later prompt may share any number of pages with this one; bootstrap sees at least two thirds of them.
+    """
+    found, pages = [1], 2
+    while pages <= page_count:
+        found += [pages, pages * 3 // 2]
+        pages *= 2
+    return [count for count in found if count <= page_count]
+
+
+def noted_keys(keys: Keys, namespace: str) -> list[bytes]:
+    """Return the keys under which a prompt of a namespace is noted, the shortest beginning first.
+
+    Anybody can compute page keys, and nobody has proved yet that the prompt is of that namespace. Each key is therefore noted under
+    the name that it has in the namespace as a first key, to which no key of another namespace leads.
+    """
+    return [keys[pages - 1 : pages].in_namespace(namespace).data for pages in noted_pages(len(keys))]
+
+
+def holders(notes: Sequence[Notes]) -> list[str]:
+    """Return the instances that were given the longest beginnings of a prompt, the latest of equal ones first; at most HOLDERS."""
+    found: dict[str, None] = {}
+    for ages_s in reversed(notes):
+        found |= dict.fromkeys(sorted(ages_s, key=ages_s.__getitem__))
+        if len(found) >= HOLDERS:
+            break
+    return list(found)[:HOLDERS]
+
+
+def guess_held_pages(instances: Iterable[Instance], notes: Sequence[Notes], page_count: int) -> dict[str, int]:
+    """Return how many pages of a prompt each instance is likely to hold, by its name; those that hold none are left out.
+
+    `notes`: of each of `noted_pages(page_count)`.
+    """
+    found: dict[str, int] = {}
+    for instance in instances:
+        if not instance.keeps_prefixes:
+            continue
+        # A heartbeat's word is some seconds old, and the notes have aged by as much.
+        believed_s = min((record.beat.load.prefixes_kept_s or 0.0) + record.silent_s for record in instance.nodes)
+        for pages, ages_s in zip(noted_pages(page_count), notes, strict=True):
+            if ages_s.get(instance.name, believed_s) < believed_s:
+                found[instance.name] = pages
+    return found
+
+
+def judge(chosen: str, held_tokens: int, guessed: Mapping[str, int], of_role: Iterable[str]) -> Guess:
+    """Return how a guess turned out. `held_tokens`: what the `chosen` instance says. `of_role`: those that could be chosen."""
+    if chosen in guessed:
+        return Guess.RIGHT if held_tokens else Guess.STALE
+    return Guess.PASSED_OVER if any(name in guessed for name in of_role) else Guess.NONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +253,14 @@ class Look:
     """Pages of the prompt that they are likely to hold, by name."""
     ranking: Ranking
 
+    @classmethod
+    def at(cls, instances: tuple[Instance, ...], guessed: dict[str, int], request: PairRequest, keys: Keys) -> Look:
+        """Rank instances. Raises as `Ranking`."""
+        shares = {name: pages / len(keys) for name, pages in guessed.items()}
+        return cls(instances, guessed, Ranking(instances, request, shares))
+
     def judged(self, ticket: Ticket) -> Iterator[PrefixGuessed]:
-        """Return what became of the guesses, as both ends say."""
+        """Return how the guesses turned out, by what both ends say."""
         ends = (
             (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
             (Role.DECODE, ticket.decode, ticket.prefix_tokens),
@@ -234,45 +268,3 @@ class Look:
         for role, end, held_tokens in ends:
             of_role = (instance.name for instance in self.instances if instance.role is role)
             yield PrefixGuessed(role=role.value, guess=judge(end.instance, held_tokens, self.guessed, of_role).value)
-
-
-class Looks:
-    """Draws candidates for requests."""
-
-    def __init__(self, directory: Directory, rooms: Store) -> None:
-        self._directory = directory
-        self._rooms = rooms
-        self._whole = asyncio.Lock()
-        """Held while all instances are looked at: a large fleet takes so long that heartbeats have to come in between."""
-
-    async def look(self, request: PairRequest, keys: Keys) -> Look:
-        """Return instances of which two are a pair for the request. Raises as `Ranking` when no two of all are."""
-        found: Look | None = None
-        for count, names in zip(DRAWN, ((), self._directory.freest(request.fingerprint)), strict=True):
-            drawn = await self._directory.draw(count, request.fingerprint, names)
-            instances, guessed = await self._guess(request, keys, drawn)
-            with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
-                found = _ranked(request, keys, instances, guessed)
-                if not found.ranking.looks_full:
-                    break
-        if found is not None:
-            return found
-        async with self._whole:
-            return _ranked(request, keys, *await self._guess(request, keys, await self._directory.instances()))
-
-    async def _guess(
-        self, request: PairRequest, keys: Keys, instances: tuple[Instance, ...]
-    ) -> tuple[tuple[Instance, ...], dict[str, int]]:
-        """Return `instances` with those that may hold the prompt, and the pages of it that each is likely to hold, by name."""
-        if not (keys and any(map(keeps_prefixes, instances))):
-            return instances, {}
-        notes = await self._rooms.noted(noted_keys(keys, request.namespace))
-        known = {instance.name for instance in instances}
-        if others := [name for name in holders(notes) if name not in known]:
-            instances = (*instances, *await self._directory.draw(0, names=others))
-        return instances, guess_held_pages(instances, notes, len(keys))
-
-
-def _ranked(request: PairRequest, keys: Keys, instances: tuple[Instance, ...], guessed: dict[str, int]) -> Look:
-    shares = {name: pages / len(keys) for name, pages in guessed.items()}
-    return Look(instances, guessed, Ranking(instances, request, shares))

@@ -1,4 +1,4 @@
-"""Nodes and instances as the directory knows them, and when a registration contradicts itself or its neighbours."""
+"""Nodes and instances as the directory knows them, and the checks of registrations."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from kvbridge.core.prefixes import identity_conflict
 from kvbridge.pool.memory.layout import stage_layers
 
 REPLACED_KEPT = 16
-"""Former incarnations of a node that are remembered, so that they are refused when they come back."""
+"""The most former incarnations of a node that are remembered, to be refused when they come back."""
 
 NodeKey = tuple[str, str]
 """(instance, node)."""
 
 
 class NodeEntry(FrozenModel):
-    """The large part of a record, which changes only when the node registers."""
+    """The large part of a record; it changes only when the node registers."""
 
     registration: NodeRegistration
     epoch: Positive = 1
@@ -47,23 +47,23 @@ class NodeEntry(FrozenModel):
 
     @property
     def key(self) -> NodeKey:
-        """The key that the entry is stored under."""
+        """The node's key in a store."""
         return self.registration.instance, self.registration.node
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """See `ways_of`; every pairing asks for it."""
+        """See `ways_of`; cached for pairings."""
         return ways_of(self.registration)
 
     @cached_property
     def kind(self) -> tuple[str, ...]:
-        """Equal on nodes of which a request needs equally many pages: model, role, components in the host pool, as strings."""
+        """Equal on nodes of which a request needs equally many pages: model, role, components in the host pool."""
         of = self.registration
         return of.fingerprint, of.role.value, *(kind.value for kind in of.host)
 
     @property
     def beat(self) -> NodeHeartbeat:
-        """The node's load when it registered."""
+        """The heartbeat that the registration stands for."""
         return self.registration.heartbeat
 
 
@@ -72,25 +72,25 @@ class NodeRecord:
     """One node as a store knows it at the moment of the call."""
 
     entry: NodeEntry
-    """`ready` and `load` of its registration are old; those of `beat` are not."""
+    """Its registration's `ready` and `load` are old; those of `beat` count."""
     beat: NodeHeartbeat
     silent_s: float
     """Seconds since the heartbeat, on the store's clock."""
     charged_pages: Mapping[str, int] = field(default_factory=dict)
-    """Pages by index space that were given to rooms since then."""
+    """Pages that rooms were given since the heartbeat, by index space."""
     charged_rooms: int = 0
 
     @property
     def registration(self) -> NodeRegistration:
-        """The node's own description."""
+        """See NodeEntry."""
         return self.entry.registration
 
     def free_pages(self, space: str) -> int:
-        """Return the available pages of a space less those charged since; negative when more were charged."""
+        """Return the available pages of a space less those charged; negative when more were charged."""
         return self.beat.load.available_pages.get(space, 0) - self.charged_pages.get(space, 0)
 
     def view(self) -> NodeView:
-        """Return what operators, and the node itself, see of a node. Charges count as used."""
+        """Return what operators and the node itself see. Charges count as used."""
         of, load = self.registration, self.beat.load
         if self.charged_rooms:
             free = {space: max(0, self.free_pages(space)) for space in load.available_pages}
@@ -116,16 +116,16 @@ class Instance:
     name: str
     nodes: tuple[NodeRecord, ...]
     first: NodeRegistration
-    """A node that speaks for all in what all agree on."""
+    """The registration of one node, for what all agree on."""
 
     @property
     def role(self) -> Role:
-        """The role of all its nodes."""
+        """The role of all nodes."""
         return self.first.role
 
     @property
     def fingerprint(self) -> str:
-        """Equal on both sides of a pair."""
+        """The fingerprint of the geometry, equal on both sides of a pair."""
         return self.first.fingerprint
 
     @property
@@ -140,7 +140,7 @@ class Instance:
 
     @property
     def free_share(self) -> float:
-        """The share of the scarcest pool that is free on any of its nodes."""
+        """The free share of the scarcest pool of the fullest node."""
         return min(
             record.free_pages(space) / total
             for record in self.nodes
@@ -150,7 +150,7 @@ class Instance:
 
     @property
     def end(self) -> TicketEnd:
-        """Its side of a ticket."""
+        """The instance's side of a ticket."""
         registrations = [record.registration for record in self.nodes]
         return TicketEnd(
             instance=self.name,
@@ -159,25 +159,30 @@ class Instance:
         )
 
     @property
+    def keeps_prefixes(self) -> bool:
+        """True if all nodes say that they keep prefixes."""
+        return all(record.beat.load.prefixes_kept_s is not None for record in self.nodes)
+
+    @property
     def ready(self) -> bool:
-        """Whether requests may be sent here now. All of a large fleet is asked for each request, so this is quick."""
+        """True if requests may be sent here now. A pairing may ask a whole large fleet, so this is quick."""
         ranks = 0
         for record in self.nodes:
             if not record.beat.ready:
                 return False
-            ranks += len(record.registration.ranks)  # no two nodes have the same one
+            ranks += len(record.registration.ranks)  # no two nodes have the same rank
         return ranks == self.first.pp_size * self.first.tp_size
 
     @property
     def missing(self) -> int:
-        """How many ranks no live node has."""
+        """Number of ranks that no live node has."""
         return self.first.pp_size * self.first.tp_size - sum(len(record.registration.ranks) for record in self.nodes)
 
     def reasons(self) -> tuple[str, ...]:
         """Return why no request may be sent here now; empty when it is ready."""
         found = []
         if self.missing:
-            # One by one: how many ranks there are is a registration's word.
+            # Counted one by one: the number of ranks is a registration's word, and may be huge.
             here = {rank for record in self.nodes for rank in record.registration.ranks}
             tp_size = self.first.tp_size
             places = (Rank(pp=number // tp_size, tp=number % tp_size) for number in count())
@@ -190,7 +195,7 @@ class Instance:
         return tuple(found)
 
     def view(self, unmatched: str = "") -> InstanceView:
-        """Return what operators see; `unmatched` says why nobody can be paired with it, see `incompatible`."""
+        """Return what operators see. `unmatched`: why nobody can be paired with the instance, see `incompatible`."""
         return InstanceView(
             instance=self.name,
             role=self.role,
@@ -209,14 +214,14 @@ class Instance:
 
 
 Way = tuple[str, str, tuple[str, str] | None]
-"""Fingerprint of the model, how nodes meet, name and revision of the weights. Plain strings, whose hashes are quick."""
+"""A way to be one of a pair: fingerprint of the model, how nodes meet, name and revision of the weights. Strings hash quickly."""
 
 
 def ways_of(of: NodeRegistration | InstanceView) -> tuple[Way, ...]:
-    """Return the ways to be one of a pair: two instances of both roles can be paired if they have one in common.
+    """Return the ways of an instance. A prefill and a decode instance can be paired if they have a way in common.
 
-    A decode instance that does not say which model it holds takes pages of any: every prefill instance has that way, too. A decode
-    instance that says it takes pages of its own model (`identity_conflict`).
+    A decode instance that does not state its weights takes pages of any: every prefill instance has that way, too. A decode
+    instance that states its weights takes pages of those only (`identity_conflict`).
     """
     model = of.model_identity
     own = (model.name, model.revision) if model else None
@@ -228,27 +233,26 @@ MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none (
 
 
 def modes_text(*registrations: NodeRegistration) -> str:
-    """Return how nodes meet others, in words."""
+    """Return the ways in which nodes meet others, in words."""
     return " or ".join(sorted({mode for of in registrations for mode in of.meets_by}))
 
 
 def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
-    """Return the instances that can be paired with none of the other role, though there are some; and why, by name."""
-    sides: dict[Role, list[Instance]] = {role: [] for role in Role}
-    for instance in instances:
-        sides[instance.role].append(instance)
-    ways = {role: {way for one in side for way in one.ways} for role, side in sides.items()}
-    others = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-    return {
-        instance.name: str(mismatch(instance, sides[others[role]]))
-        for role, side in sides.items()
-        for instance in side
-        if sides[others[role]] and ways[others[role]].isdisjoint(instance.ways)
-    }
+    """Return why instances can be paired with none of the other role, although there are some: reasons by name."""
+    instances = tuple(instances)
+    found = {}
+    for role in Role:
+        ours = [one for one in instances if one.role is role]
+        others = [one for one in instances if one.role is not role]
+        ways = {way for one in others for way in one.ways}
+        for one in ours if others else ():
+            if ways.isdisjoint(one.ways):
+                found[one.name] = str(mismatch(one, others))
+    return found
 
 
 def mismatch(ours: Instance, others: Sequence[Instance]) -> BridgeError:
-    """Return why an instance can be paired with none of these, which are of the other role and at least one."""
+    """Return why an instance can be paired with none of these, at least one, of the other role."""
     role, name = others[0].role, f"'{ours.name}'"
     of_model = [one for one in others if one.fingerprint == ours.fingerprint]
     if not of_model:
@@ -270,7 +274,7 @@ def mismatch(ours: Instance, others: Sequence[Instance]) -> BridgeError:
 
 
 def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
-    """Return the instances that the records make up, ordered by name, their nodes too."""
+    """Return the instances that the records make up, ordered by name, and so are their nodes."""
     grouped: dict[str, list[NodeRecord]] = {}
     for record in records:
         grouped.setdefault(record.entry.registration.instance, []).append(record)
@@ -281,7 +285,7 @@ def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
 
 
 def succeed(known: NodeEntry | None, registration: NodeRegistration) -> NodeEntry:
-    """Return the entry once `registration` stands in the place of `known`. Raises StaleError for a former incarnation."""
+    """Return the entry for a registration that takes the place of `known`. Raises StaleError for a former incarnation."""
     if known is None:
         return NodeEntry(registration=registration)
     present = known.registration.incarnation
@@ -331,10 +335,7 @@ def check_registration(registration: NodeRegistration) -> None:
 
 
 def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
-    """Refuse a node that cannot belong to the same copy of a model as another one.
-
-    Raises ConflictError, FingerprintMismatchError.
-    """
+    """Raise ConflictError or FingerprintMismatchError for a node that cannot be in the same instance as another one."""
     where = f"node '{new.node}' cannot join instance '{new.instance}'"
     for name in ("role", "pp_size", "tp_size", "stage_boundaries", "model_identity"):
         ours, theirs = getattr(new, name), getattr(other, name)

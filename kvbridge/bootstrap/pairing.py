@@ -1,14 +1,13 @@
 """From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
 
-Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
-one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and
-sends offers at once, so that taking it back needs the prefill side to answer Drained. When bootstrap dies half-way, a prefill room
-stays behind that ends with its ticket (`timeouts.ticket_s`), and a claim on the room's id that another replica
-may take over when pairing cannot be under way any more.
+Prefill is reserved first. Nobody has offered anything before decode admits the room, so giving a prefill reservation back is one
+local step, and an offer never arrives before its room. A decode node leases its pages and sends offers at once; taking that back
+would need the prefill side to answer Drained. When bootstrap dies half-way, two things stay behind: a prefill room that ends with
+its ticket (`timeouts.ticket_s`), and a claim on the room's id that another replica may take over when the pairing must have ended.
 
-Each attempt at a room has its own generation, so that a late answer to an earlier one is recognised as stale. The store hands
-generations out, so that they only rise whichever replica pairs the room. A ticket counts once it is in the store: a pairing that
-cannot keep its ticket gives both ends back.
+Each attempt at a room has its own generation, so that a late answer to an earlier attempt is recognised as stale. The store hands
+generations out; they rise whichever replica pairs the room. A ticket counts once it is in the store: a pairing that cannot keep its
+ticket gives both ends back.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -24,9 +23,9 @@ from kvbridge.api.client import DaemonClient
 from kvbridge.api.directory import EndReport, PairReport, PairRequest, Ticket
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.fit import Candidate, Looks
-from kvbridge.bootstrap.prefixes import noted_keys
-from kvbridge.bootstrap.stores.base import Claim, Store
+from kvbridge.bootstrap.fit import Pair, noted_keys
+from kvbridge.bootstrap.nodes import Instance
+from kvbridge.bootstrap.store import Claim, Store
 from kvbridge.config.limits import BootstrapTimeouts
 from kvbridge.config.services import PairingConfig
 from kvbridge.core.clock import Clock, monotonic
@@ -54,14 +53,14 @@ from kvbridge.tier.keys import Keys
 log = structlog.get_logger(__name__)
 
 TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
-"""Refusals that say something about one pair only; every other one is the request's own and ends the pairing."""
+"""Refusals by one end; another pair may serve the request. Every other error is the request's own and ends the pairing."""
 NOTHING_TO_CANCEL = frozenset({"", UnknownRoomError.code, StaleError.code})
 DRAWS = 8
-"""Random room ids that may be in use, one after another, before something is wrong."""
+"""The most random room ids that are drawn when those before are in use."""
 PAIRED, CANCELLED = "paired", "cancelled"
-"""How a request for a pair ended, when not by an error: its caller may have left."""
+"""Outcomes of a request beside errors' codes; cancelled: the caller may have left."""
 RETRY_AFTER_S = 1.0
-"""When a refused caller is told to come back, where no daemon says."""
+"""A refused caller is told to come back after this, unless a daemon has said when."""
 
 
 @dataclass(slots=True)
@@ -70,21 +69,26 @@ class _Attempt:
 
     claim: Claim
     request: PairRequest
-    keys: Keys
     generation: int
-    """The last one that was used; the claim's base before the first attempt."""
+    """The last generation that was used; the claim's base before the first."""
     wait_until_s: float = 0.0
-    """Until then the room may wait for pages; in the past while it may not."""
+    """Until then the room may wait for pages."""
     use_until_s: float = 0.0
-    """When the ticket runs out."""
+    """The time at which the ticket runs out."""
+    refusals: dict[str, BridgeError] = field(default_factory=dict)
+    """By instance, since candidates were last chosen."""
 
     @property
     def room(self) -> int:
         return self.claim.room
 
+    @property
+    def keys(self) -> Keys:
+        return Keys(self.request.page_hashes)
+
 
 class PairingService:
-    """Pairs requests, and finds paired rooms again. Holds nothing itself but what it is doing just now."""
+    """Pairs requests, and finds paired rooms again. All else that lasts is in the store."""
 
     def __init__(
         self,
@@ -97,14 +101,9 @@ class PairingService:
         clock: Clock = monotonic,
     ) -> None:
         self.events = EventStream(clock)
-        """Facts about requests: each end that is asked for, and how each request was answered."""
-        self._clock = clock
-        self._directory = directory
-        self._rooms = rooms
-        self._looks = Looks(directory, rooms)
-        self._ends = RoomEnds(daemons, timeouts, self.events, clock)
-        self._config = config
-        self._timeouts = timeouts
+        """Facts: each reservation of an end, and each answer to a request."""
+        self._clock, self._config, self._timeouts = clock, config, timeouts
+        self._directory, self._rooms, self._daemons = directory, rooms, daemons
         self._under_way = 0
         self._waiting = 0
         """Those under way that only wait for pages."""
@@ -113,15 +112,19 @@ class PairingService:
         """Return a ticket for a request that is now reserved on both ends, or raise with nothing reserved.
 
         `may_name`: the namespaces of the caller; raises NamespaceError for another one. Raises ConflictError when the room is in
-        use, CapacityError (NotReadyError, ClientLimitError) when nobody can take it now, or within its `wait_s`, or the store is
-        away, FingerprintMismatchError, InvalidInputError, DeadlineError when `timeouts.pair_s` is over. CapacityError at once while
-        `max_under_way` others are being paired: asked for more than this process can do, all of them would take longer and longer,
-        and in the end none would be paired in time.
+        use; CapacityError (NotReadyError, ClientLimitError) when nobody can take the room now, or within its `wait_s`, or the store
+        does not answer; FingerprintMismatchError, InvalidInputError; DeadlineError after `timeouts.pair_s`. Raises CapacityError at
+        once while `max_under_way` others are being paired: if this process took on more than it can do, none would end in time.
         """
         begun_s, outcome, ticket = self._clock(), CANCELLED, None
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
-            self._check_limits(request)
+            if request.wait_s > self._config.max_wait_s:
+                raise InvalidInputError(
+                    f"wait_s is {request.wait_s:g} s, at most {self._config.max_wait_s:g} s are served (pairing.max_wait_s)"
+                )
+            if (busy := self._under_way - self._waiting) >= self._config.max_under_way:
+                raise CapacityError(f"{busy} requests are being paired already (pairing.max_under_way)")
             self._under_way += 1
             try:
                 ticket = await self._pair(request)
@@ -144,19 +147,41 @@ class PairingService:
                 )
             )
 
-    def _check_limits(self, request: PairRequest) -> None:
-        if request.wait_s > self._config.max_wait_s:
-            raise InvalidInputError(
-                f"wait_s is {request.wait_s:g} s, at most {self._config.max_wait_s:g} s are served (pairing.max_wait_s)"
+    async def report(self, room: int) -> PairReport:
+        """Ask both ends. Raises UnknownRoomError for a room that was not paired or is forgotten."""
+        ticket = await self._ticket(room)
+        prefill, decode = await asyncio.gather(
+            *(
+                self._ask(end.http_urls, lambda url: self._daemons.report(url, room))
+                for end in (ticket.prefill, ticket.decode)
             )
-        busy = self._under_way - self._waiting
-        if busy >= self._config.max_under_way:
-            raise CapacityError(f"{busy} requests are being paired already (pairing.max_under_way)")
+        )
+        return _pair_report(ticket, prefill, decode)
+
+    async def cancel(self, room: int, reason: str) -> PairReport:
+        """Abort a room on both ends, decode first: it holds the lease. Raises UnknownRoomError as `report` does."""
+        ticket = await self._ticket(room)
+        decode = await self._cancel(ticket.decode.http_urls, room, ticket.generation, reason)
+        prefill = await self._cancel(ticket.prefill.http_urls, room, ticket.generation, reason)
+        if all(end.error_code in NOTHING_TO_CANCEL for end in (*prefill, *decode)):
+            await self._rooms.cancelled(room, ticket.generation)
+        return _pair_report(ticket, prefill, decode)
+
+    async def _ticket(self, room: int) -> Ticket:
+        ticket = await self._rooms.ticket(room)
+        if ticket is None:
+            raise UnknownRoomError(
+                f"room {room} was not paired here, or is forgotten: rooms are remembered for "
+                f"{self._timeouts.room_keep_s:g} s (timeouts.room_keep_s)"
+            )
+        return ticket
+
+    # ------------------------------------------------------------------------------------- one request
 
     async def _pair(self, request: PairRequest) -> Ticket:
         wait_until_s = self._clock() + request.wait_s
         claim = await self._claim(request.room, rounds=2 if request.wait_s else 1)
-        attempt = _Attempt(claim, request, Keys(request.page_hashes), claim.base)
+        attempt = _Attempt(claim, request, claim.base)
         kept = False
         try:
             try:
@@ -176,37 +201,8 @@ class PairingService:
                 await _finish(self._give_up(attempt))
         return ticket
 
-    async def _in_time(self, attempt: _Attempt) -> Ticket:
-        """Try candidates for as long as they may take besides what they wait for pages. Raises DeadlineError."""
-        try:
-            async with asyncio.timeout(self._timeouts.pair_s + self._wait_left_s(attempt)):
-                return await self._try_candidates(attempt)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"room {attempt.room}: no pair was reserved within {self._timeouts.pair_s:g} s (timeouts.pair_s)"
-            ) from error
-
-    async def report(self, room: int) -> PairReport:
-        """Ask both ends. Raises UnknownRoomError for a room that was not paired or is forgotten."""
-        ticket = await self._ticket(room)
-        prefill, decode = await asyncio.gather(
-            self._ends.report(ticket.prefill.http_urls, room), self._ends.report(ticket.decode.http_urls, room)
-        )
-        return _pair_report(ticket, prefill, decode)
-
-    async def cancel(self, room: int, reason: str) -> PairReport:
-        """Abort a room on both ends, decode first: it holds the lease. Raises UnknownRoomError as `report` does."""
-        ticket = await self._ticket(room)
-        decode = await self._ends.cancel(ticket.decode.http_urls, room, ticket.generation, reason)
-        prefill = await self._ends.cancel(ticket.prefill.http_urls, room, ticket.generation, reason)
-        if all(end.error_code in NOTHING_TO_CANCEL for end in (*prefill, *decode)):
-            await self._rooms.cancelled(room, ticket.generation)
-        return _pair_report(ticket, prefill, decode)
-
-    # ------------------------------------------------------------------------------------- rooms
-
     async def _claim(self, wanted: int | None, *, rounds: int) -> Claim:
-        """`rounds`: how often candidates may be tried, each with generations of its own."""
+        """`rounds`: how often candidates may be tried, each time with generations of its own."""
         for _ in range(DRAWS):
             room = secrets.randbits(ROOM_BITS) if wanted is None else wanted
             claim = await self._rooms.claim(room, generations=rounds * self._config.attempts)
@@ -222,74 +218,66 @@ class PairingService:
         try:
             await self._rooms.give_up(attempt.claim, attempt.generation)
         except BridgeError as error:
-            # The caller is told why there is no ticket, which matters more; the claim ends by its age.
+            # Not raised: the caller has to learn why there is no ticket. The claim ends by its age.
             log.warning("room_stays_claimed", room=attempt.room, code=error.code, reason=str(error))
 
-    async def _ticket(self, room: int) -> Ticket:
-        ticket = await self._rooms.ticket(room)
-        if ticket is None:
-            raise UnknownRoomError(
-                f"room {room} was not paired here, or is forgotten: rooms are remembered for "
-                f"{self._timeouts.room_keep_s:g} s (timeouts.room_keep_s)"
-            )
-        return ticket
-
-    # ------------------------------------------------------------------------------- reservations
+    async def _in_time(self, attempt: _Attempt) -> Ticket:
+        """Try candidates within `timeouts.pair_s` and what is left of the wait for pages. Raises DeadlineError."""
+        try:
+            async with asyncio.timeout(self._timeouts.pair_s + self._wait_left_s(attempt)):
+                return await self._try_candidates(attempt)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"room {attempt.room}: no pair was reserved within {self._timeouts.pair_s:g} s (timeouts.pair_s)"
+            ) from error
 
     async def _try_candidates(self, attempt: _Attempt) -> Ticket:
         """Try the best pair, then the best without those that refused; of pairs that look full, only one."""
-        look = await self._looks.look(attempt.request, attempt.keys)
-        refusals: dict[str, BridgeError] = {}
-        """By instance."""
-        looks_full = False
-        while len(refusals) < self._config.attempts and not looks_full:
-            candidate = look.ranking.best(without=refusals)
-            if candidate is None:
+        look = await self._directory.look(attempt.request, attempt.keys)
+        attempt.refusals = {}
+        while len(attempt.refusals) < self._config.attempts:
+            pair = look.ranking.best(without=attempt.refusals)
+            if pair is None:
                 break
-            outcome = await self._reserve(attempt, candidate, refusals)
-            if outcome is not None:
-                for fact in look.judged(outcome) if attempt.keys else ():
+            ticket = await self._reserve(attempt, pair)
+            if ticket is not None:
+                for fact in look.judged(ticket) if attempt.keys else ():
                     self.events.emit(fact)
-                return outcome
-            looks_full = candidate.looks_full
-        raise self._nobody(attempt.room, refusals)
+                return ticket
+            if pair.looks_full:
+                break
+        raise self._nobody(attempt)
 
-    def _nobody(self, room: int, refusals: dict[str, BridgeError]) -> CapacityError:
-        """Full beats a client's limit beats unreachable: the caller is told to come back, and every cause is named."""
-        limits = [error for error in refusals.values() if isinstance(error, CapacityError)]
+    def _nobody(self, attempt: _Attempt) -> CapacityError:
+        """Return the error that tells the caller when to come back: full before a client's limit before unreachable."""
+        limits = [error for error in attempt.refusals.values() if isinstance(error, CapacityError)]
         kinds = {type(error) for error in limits}
         kind = next((kind for kind in (CapacityError, ClientLimitError) if kind in kinds), NotReadyError)
-        causes = "; ".join(f"'{instance}': {error}" for instance, error in refusals.items())
+        causes = "; ".join(f"'{instance}': {error}" for instance, error in attempt.refusals.items())
         return kind(
-            f"room {room}: no pair could be reserved: {causes}",
+            f"room {attempt.room}: no pair could be reserved: {causes}",
             retry_after_s=max((error.retry_after_s for error in limits), default=RETRY_AFTER_S),
         )
 
-    async def _reserve(
-        self, attempt: _Attempt, candidate: Candidate, refusals: dict[str, BridgeError]
-    ) -> Ticket | None:
-        """Admit on every node of both instances, or on none. None: an instance has refused for reasons of its own.
-
-        Each end is told what is left of the ticket, and enforces that itself.
-        """
+    async def _reserve(self, attempt: _Attempt, pair: Pair) -> Ticket | None:
+        """Admit the room on every node of both instances, or on none. None: an instance has refused, and another pair may serve."""
         attempt.generation += 1
-        # One clock for both ends and the ticket; what waiting may take comes on top.
+        # One deadline for both ends and the ticket; the wait for pages comes on top.
         attempt.use_until_s = self._clock() + self._wait_left_s(attempt) + self._timeouts.ticket_s
-        # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own heartbeats come after it.
-        ends = (candidate.prefill, candidate.decode)
-        await self._directory.charge((instance, candidate.demands[instance.name]) for instance in ends)
+        # Before anybody is asked: others who pair meanwhile see the charge, and the nodes' own heartbeats come after it.
+        await self._directory.charge((option.instance, option.needed) for option in pair)
         asked: list[str] = []
         reports: list[RoomReport] = []
         kept = False
         try:
-            for instance in ends:
+            for instance in (pair.prefill.instance, pair.decode.instance):
                 for url in instance.end.http_urls:
-                    # Noted before the answer: a daemon that answers too late may have admitted all the same.
+                    # Noted before the answer: a daemon that answers too late may have admitted the room all the same.
                     asked.append(url)
                     try:
-                        reports.append(await self._ends.admit(url, self._admission(attempt, candidate, instance.role)))
+                        reports.append(await self._admit(url, self._admission(attempt, pair, instance)))
                     except TRY_ANOTHER as error:
-                        refusals[instance.name] = error
+                        attempt.refusals[instance.name] = error
                         log.warning(
                             "reservation_refused", room=attempt.room, peer_instance=instance.name, reason=str(error)
                         )
@@ -297,8 +285,8 @@ class PairingService:
             ticket = Ticket(
                 room=attempt.room,
                 generation=attempt.generation,
-                prefill=candidate.prefill.end,
-                decode=candidate.decode.end,
+                prefill=pair.prefill.instance.end,
+                decode=pair.decode.instance.end,
                 expires_in_s=self._ticket_left_s(attempt),
                 prefix_tokens=min(report.prefix_tokens for report in reports if report.role is Role.DECODE),
                 computed_tokens=min(report.computed_tokens for report in reports if report.role is Role.PREFILL),
@@ -307,7 +295,7 @@ class PairingService:
         finally:
             if not kept:
                 reason = "the other end could not be reserved"
-                await _finish(self._ends.cancel(asked, attempt.room, attempt.generation, reason))
+                await _finish(self._cancel(asked, attempt.room, attempt.generation, reason))
         if not kept:
             raise NotReadyError(
                 f"room {attempt.room}: another pairing has taken the room, or the store has lost it; nothing is reserved"
@@ -315,7 +303,7 @@ class PairingService:
         return ticket
 
     def _ticket_left_s(self, attempt: _Attempt) -> float:
-        """How long the ticket can still be used. Raises DeadlineError."""
+        """Return for how long the ticket can still be used. Raises DeadlineError."""
         left_s = attempt.use_until_s - self._clock()
         if left_s <= 0:
             raise DeadlineError("its ticket had run out before both ends were reserved (timeouts.ticket_s)")
@@ -324,17 +312,18 @@ class PairingService:
     def _wait_left_s(self, attempt: _Attempt) -> float:
         return max(0.0, attempt.wait_until_s - self._clock())
 
-    def _admission(self, attempt: _Attempt, candidate: Candidate, role: Role) -> AdmissionRequest:
+    def _admission(self, attempt: _Attempt, pair: Pair, instance: Instance) -> AdmissionRequest:
         """Return what one side is asked to reserve; only decode learns of the writers."""
-        decode, request = role is Role.DECODE, attempt.request
-        # An instance that says nothing of its model shares nothing; it may be of a release that does not know page keys.
-        keyed = (candidate.decode if decode else candidate.prefill).first.model_identity is not None
+        decode, request = instance.role is Role.DECODE, attempt.request
+        controls = (record.registration.control for record in pair.prefill.instance.nodes)
+        # An instance that states no model shares nothing, and may be of a release that does not know page keys.
+        keyed = instance.first.model_identity is not None
         return AdmissionRequest(
             room=attempt.room,
             generation=attempt.generation,
             prompt_tokens=request.prompt_tokens,
             max_new_tokens=request.max_new_tokens if decode else 0,
-            prefill=candidate.controls if decode else (),
+            prefill=tuple(control for control in controls if control is not None) if decode else (),
             client=request.client,
             wait_s=self._wait_left_s(attempt),
             begin_within_s=self._ticket_left_s(attempt),
@@ -343,9 +332,72 @@ class PairingService:
             retention=request.retention if keyed else None,
         )
 
+    # ------------------------------------------------------------------------------------- calls to daemons
+
+    async def _admit(self, url: str, admission: AdmissionRequest) -> RoomReport:
+        """Reserve one end. Raises the daemon's error, DeadlineError, PeerError for another daemon's answer."""
+        above, asked_s, code = TRACE.get(), self._clock(), "cancelled"
+        role, limit_s = Role.DECODE if admission.prefill else Role.PREFILL, self._timeouts.reserve_s
+        trace = above.part(f"reserve {url} {admission.generation}") if above is not None else None
+        bound = TRACE.set(trace)
+        try:
+            async with asyncio.timeout(limit_s + admission.wait_s):
+                report = await self._daemons.admit(url, admission)
+            if (report.room, report.generation, report.role) != (admission.room, admission.generation, role):
+                raise PeerError(
+                    f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
+                    f"{admission.room} generation {admission.generation} as {role}: is http.advertise_url another daemon's?"
+                )
+            code = ""
+        except TimeoutError as error:
+            code = DeadlineError.code
+            waited = f" after its wait of {admission.wait_s:g} s" if admission.wait_s else ""
+            raise DeadlineError(f"{url} did not answer within {limit_s:g} s{waited} (timeouts.reserve_s)") from error
+        except BridgeError as error:
+            code = error.code
+            raise
+        else:
+            return report
+        finally:
+            TRACE.reset(bound)
+            self.events.emit(
+                EndReserved(
+                    room=admission.room or 0,
+                    generation=admission.generation,
+                    role=role.value,
+                    url=url,
+                    seconds=self._clock() - asked_s,
+                    code=code,
+                    trace=trace,
+                )
+            )
+
+    async def _cancel(self, urls: Iterable[str], room: int, generation: int, reason: str) -> tuple[EndReport, ...]:
+        """Give this generation of a room back. A daemon that has no such room, or a later generation, has done so."""
+        ends = await self._ask(urls, lambda url: self._daemons.cancel(url, room, reason, generation=generation))
+        for end in ends:
+            if end.error_code not in NOTHING_TO_CANCEL:
+                log.warning("reservation_not_given_back", room=room, url=end.url, error=end.error)
+        return ends
+
+    async def _ask(self, urls: Iterable[str], call: Callable[[str], Awaitable[RoomReport]]) -> tuple[EndReport, ...]:
+        """Make one call to every daemon at once, each within `timeouts.reserve_s`; errors become part of the reports."""
+
+        async def ask(url: str) -> EndReport:
+            try:
+                async with asyncio.timeout(self._timeouts.reserve_s):
+                    return EndReport(url=url, report=await call(url))
+            except TimeoutError:
+                text = f"{url} did not answer within {self._timeouts.reserve_s:g} s (timeouts.reserve_s)"
+                return EndReport(url=url, error_code=DeadlineError.code, error=text)
+            except BridgeError as error:
+                return EndReport(url=url, error_code=error.code, error=str(error))
+
+        return tuple(await asyncio.gather(*map(ask, urls)))
+
 
 async def _finish(work: Awaitable[object]) -> None:
-    """Wait for what must not stay undone, even while this task itself is being cancelled; `work` is bounded."""
+    """Wait for work that must not stay undone, even while this task is being cancelled; the work ends in bounded time."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -354,92 +406,7 @@ async def _finish(work: Awaitable[object]) -> None:
         raise
 
 
-class RoomEnds:
-    """The ends of rooms at the daemons, by URL: they reserve, report and give back."""
-
-    def __init__(self, daemons: DaemonClient, timeouts: BootstrapTimeouts, events: EventStream, clock: Clock) -> None:
-        self._daemons = daemons
-        self._limit_s = timeouts.reserve_s
-        self._events = events
-        self._clock = clock
-
-    async def admit(self, url: str, admission: AdmissionRequest) -> RoomReport:
-        """Reserve one end. Raises the daemon's error, DeadlineError, PeerError for another daemon's answer."""
-        above, asked_s, code = TRACE.get(), self._clock(), "cancelled"
-        trace = above.part(f"reserve {url} {admission.generation}") if above is not None else None
-        bound = TRACE.set(trace)
-        try:
-            report = await self._admit(url, admission)
-            code = ""
-        except BridgeError as error:
-            code = error.code
-            raise
-        else:
-            return report
-        finally:
-            TRACE.reset(bound)
-            self._events.emit(
-                EndReserved(
-                    room=admission.room or 0,
-                    generation=admission.generation,
-                    role=_role(admission).value,
-                    url=url,
-                    seconds=self._clock() - asked_s,
-                    code=code,
-                    trace=trace,
-                )
-            )
-
-    async def _admit(self, url: str, admission: AdmissionRequest) -> RoomReport:
-        try:
-            async with asyncio.timeout(self._limit_s + admission.wait_s):
-                report = await self._daemons.admit(url, admission)
-        except TimeoutError as error:
-            waited = f" after its wait of {admission.wait_s:g} s" if admission.wait_s else ""
-            raise DeadlineError(
-                f"{url} did not answer within {self._limit_s:g} s{waited} (timeouts.reserve_s)"
-            ) from error
-        wanted = (admission.room, admission.generation, _role(admission))
-        if (report.room, report.generation, report.role) != wanted:
-            raise PeerError(
-                f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
-                f"{wanted[0]} generation {wanted[1]} as {wanted[2]}: is http.advertise_url another daemon's?"
-            )
-        return report
-
-    async def report(self, urls: Iterable[str], room: int) -> tuple[EndReport, ...]:
-        """Ask about a room on every daemon at once; errors are part of the answer."""
-        return await self._all(urls, lambda url: self._daemons.report(url, room))
-
-    async def cancel(self, urls: Iterable[str], room: int, generation: int, reason: str) -> tuple[EndReport, ...]:
-        """Give this generation of a room back; that a daemon has no such room, or a later one, is as good."""
-        ends = await self._all(urls, lambda url: self._daemons.cancel(url, room, reason, generation=generation))
-        for end in ends:
-            if end.error_code not in NOTHING_TO_CANCEL:
-                log.warning("reservation_not_given_back", room=room, url=end.url, error=end.error)
-        return ends
-
-    async def _all(self, urls: Iterable[str], call: Callable[[str], Awaitable[RoomReport]]) -> tuple[EndReport, ...]:
-        return tuple(await asyncio.gather(*(self._end(url, call) for url in urls)))
-
-    async def _end(self, url: str, call: Callable[[str], Awaitable[RoomReport]]) -> EndReport:
-        """Make one call within its limit; an error becomes part of the report."""
-        try:
-            async with asyncio.timeout(self._limit_s):
-                return EndReport(url=url, report=await call(url))
-        except TimeoutError:
-            text = f"{url} did not answer within {self._limit_s:g} s (timeouts.reserve_s)"
-            return EndReport(url=url, error_code=DeadlineError.code, error=text)
-        except BridgeError as error:
-            return EndReport(url=url, error_code=error.code, error=str(error))
-
-
-def _role(admission: AdmissionRequest) -> Role:
-    return Role.DECODE if admission.prefill else Role.PREFILL
-
-
 def _pair_report(ticket: Ticket, prefill: tuple[EndReport, ...], decode: tuple[EndReport, ...]) -> PairReport:
-    """Return the reports of both ends of a ticket's room as one."""
     answered = [end.report for end in (*decode, *prefill) if end.report is not None]
     state = answered[0].state if answered else RoomState.ADMITTED
     return PairReport(

@@ -24,8 +24,7 @@ from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_en
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import PairingState, RoomTimes, Store
-from kvbridge.bootstrap.stores.memory import MemoryStore
+from kvbridge.bootstrap.store import MemoryStore, PairingState, RoomTimes, Store
 from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.services import BootstrapConfig, StoreKind
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
@@ -208,7 +207,7 @@ def open_store(config: BootstrapConfig, metrics: Metrics, files: SecretFiles) ->
     if directory.store is StoreKind.MEMORY or directory.redis_url is None:
         return MemoryStore(expire_after_s=directory.expire_after_s, rooms=rooms)
     try:
-        from kvbridge.bootstrap.stores.redis import RedisStore, redis_client  # noqa: PLC0415 - an extra
+        from kvbridge.bootstrap.redis_store import RedisStore, redis_client  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"

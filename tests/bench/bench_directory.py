@@ -18,9 +18,8 @@ from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRe
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import RoomTimes
-from kvbridge.bootstrap.stores.memory import MemoryStore
-from kvbridge.bootstrap.stores.redis import RedisStore, redis_client
+from kvbridge.bootstrap.redis_store import RedisStore, redis_client
+from kvbridge.bootstrap.store import MemoryStore, RoomTimes
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.session.states import RoomState

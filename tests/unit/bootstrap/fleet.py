@@ -14,9 +14,8 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.nodes import Instance, NodeEntry, NodeRecord, by_instance
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import RoomTimes
-from kvbridge.bootstrap.stores.memory import MemoryStore
-from kvbridge.bootstrap.stores.redis import RedisStore, redis_client
+from kvbridge.bootstrap.redis_store import RedisStore, redis_client
+from kvbridge.bootstrap.store import MemoryStore, RoomTimes
 from kvbridge.config.limits import BootstrapTimeouts
 from kvbridge.config.services import PairingConfig
 from kvbridge.core.addresses import PeerAddress

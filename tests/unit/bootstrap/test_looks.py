@@ -7,11 +7,10 @@ from collections import Counter
 import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
-from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.fit import DRAWN
+from kvbridge.bootstrap.directory import DRAWN, Directory
+from kvbridge.bootstrap.fit import HOLDERS, holders
 from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.prefixes import HOLDERS, holders
 from kvbridge.core.errors import FingerprintMismatchError, NotReadyError
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvbridge.api.directory import PairRequest
-from kvbridge.bootstrap.stores.base import PairingState
+from kvbridge.bootstrap.store import PairingState
 from kvbridge.core.errors import (
     CapacityError,
     ConflictError,

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest, Ticket, TicketEnd
+from kvbridge.bootstrap import redis_store, store
+from kvbridge.bootstrap.fit import Guess, guess_held_pages, judge
 from kvbridge.bootstrap.nodes import NodeEntry, NodeRecord, by_instance
-from kvbridge.bootstrap.prefixes import Guess, guess_held_pages, judge
-from kvbridge.bootstrap.stores import base, memory
-from kvbridge.bootstrap.stores.base import Claim
+from kvbridge.bootstrap.store import Claim
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
@@ -111,8 +111,8 @@ async def test_a_ticket_that_does_not_count_leaves_no_note(world):
 
 @pytest.mark.asyncio
 async def test_only_the_last_instances_are_remembered(world, monkeypatch):
-    for store in (memory, base):
-        monkeypatch.setattr(store, "NOTE_INSTANCES", 4)
+    for module in (store, redis_store):
+        monkeypatch.setattr(module, "NOTE_INSTANCES", 4)
     world.limit(TIMES)
     for number in range(4):
         assert await give(world, number, f"p{number}", f"d{number}", [A])
@@ -124,8 +124,8 @@ async def test_only_the_last_instances_are_remembered(world, monkeypatch):
 @pytest.mark.asyncio
 async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypatch):
     """Whoever may pair can have notes made under any bytes, also by requests that are cancelled at once."""
-    for store in (memory, base):
-        monkeypatch.setattr(store, "NOTES", 2)
+    for module in (store, redis_store):
+        monkeypatch.setattr(module, "NOTES", 2)
     world.limit(TIMES)
     for number, key in enumerate((A, B, A, C)):
         assert await give(world, number, "p1", "d1", [key])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import Claim
+from kvbridge.bootstrap.store import Claim
 from kvbridge.core.errors import ConflictError, NotFoundError
 from tests.helpers.examples import fewer
 from tests.helpers.later_release import UNKNOWN, later

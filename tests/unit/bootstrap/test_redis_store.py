@@ -11,7 +11,7 @@ import pytest
 from kvbridge.api.directory import NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.redis import redis_client
+from kvbridge.bootstrap.redis_store import redis_client
 from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Role
 from tests.helpers.redis_server import redis_server

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, Ticket, TicketEnd
-from kvbridge.bootstrap.stores.base import Claim, PairingState, RoomInUse
+from kvbridge.bootstrap.store import Claim, PairingState, RoomInUse
 from kvbridge.core.ids import Role
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, entry_of, half, node
 

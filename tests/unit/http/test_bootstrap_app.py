@@ -10,7 +10,7 @@ from kvbridge.api.client import DirectoryClient
 from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.memory import MemoryStore
+from kvbridge.bootstrap.store import MemoryStore
 from kvbridge.core.errors import (
     ConflictError,
     FeatureError,

@@ -1,17 +1,17 @@
-"""The steps that Redis takes as one, in Lua: each script reads, decides and writes without anybody in between.
+"""The Lua scripts of the Redis store: Redis runs each as one step.
 
 Keys, each behind the namespace (`member` is the JSON list of instance and node):
 
-    nodes                sorted set: the members that have registered, by when they have been silent for too long
+    nodes                sorted set: registered members, by the time at which they have been silent for too long
     node:<member>        hash: incarnation, entry, digest (of the entry), beat, seen_ms, charges; expires with the node
     version:<instance>   string: drawn anew by each registration of the instance
     room:<id>            hash: state, generation, owner, claimed_ms, paired_in, settled_ms, ticket; expires with the room
     pairing, paired, cancelled   sorted sets: rooms in that state, by the time at which they are forgotten
-    prefix:<key>         sorted set: instances that were given a prompt that begins so, by when; expires when it has not come again
-    prefixes             sorted set: the page keys that there are so, by when each came last; expires with the last of them
+    prefix:<key>         sorted set: instances that were given a prompt that begins so, by time; expires when no such prompt comes
+    prefixes             sorted set: the page keys of all prefix:<key>, by the time of the last note; expires with the last of them
 
-All times are Redis's own, in milliseconds. A value of another type under one of our names is read as absent, and replaced by a
-write. Arguments come by their names in `a`; limits are locals (`_ms` in their names), put before by `RedisStore`.
+All times are Redis's own, in milliseconds. A value of another type under one of these names is read as absent, and replaced by a
+write. Arguments come by name in `a`; `RedisStore` puts the limits before each script, as locals.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ local function read(...)  -- nil for a key of another type
   if type(found) == 'table' and found.err then return nil end
   return found
 end
-local function own(kind, name)  -- the key of a name; a key of another type has to go
+local function own(kind, name)  -- the key of a name, once a value of another type is deleted
   local key = ns .. name
   local found = redis.call('TYPE', key).ok
   if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
   return key
 end
-local function row(member)  -- a field that is missing is false; nil when there is none
+local function row(member)  -- a missing field is false; nil when all are missing
   local fields = read('HMGET', ns .. 'node:' .. member, 'incarnation', 'digest', 'beat', 'seen_ms', 'charges') or {}
   return (fields[1] or fields[2] or fields[3] or fields[4]) and fields or nil
 end
 local function live_on(node)
   redis.call('PEXPIRE', node, expire_ms)
   redis.call('ZADD', own('zset', 'nodes'), now_ms + expire_ms, a.member)
-  redis.call('PEXPIRE', ns .. 'nodes', 3600000)  -- a node that goes while no bootstrap is there is told of for so long
+  redis.call('PEXPIRE', ns .. 'nodes', 3600000)  -- for so long a bootstrap that comes back logs nodes lost meanwhile
 end
 return cmsgpack.pack((function()
 """
-"""The beginning of every script, which is a function whose answer is packed."""
+"""The beginning of every script. The rest is the body of a function whose answer is packed."""
 
 SCRIPTS: Final = {
     "LOOK": """  -- [now_ms, [[member, row], ...], version]
@@ -122,7 +122,7 @@ if redis.call('ZCARD', pairing) + redis.call('ZCARD', paired) + redis.call('ZCAR
 end
 return {true, base}
 """,
-    "END": """  -- Whether the room has come into the state: its `field` has to have this value
+    "END": """  -- Whether the room has come into the state: only if its `field` has this value
 local room = ns .. 'room:' .. a.room
 if read('HGET', room, a.field) ~= a.value then return false end
 redis.call('HSET', room, 'state', a.state, 'generation', a.generation)
@@ -154,7 +154,7 @@ for _, name in ipairs(a.keys) do
   redis.call('ZADD', prefixes, now_ms, name)
 end
 redis.call('PEXPIRE', prefixes, note_keep_ms)
--- More than one ticket adds, so what is too much goes in time, and no step takes long.
+-- More go than one ticket adds, so the surplus shrinks, and no step takes long.
 local over = redis.call('ZCARD', prefixes) - notes
 if over > 0 then
   local old = redis.call('ZPOPMIN', prefixes, math.min(over, 64))
@@ -167,4 +167,4 @@ for at, name in ipairs(a.keys) do found[at] = read('ZRANGE', ns .. 'prefix:' .. 
 return {now_ms, found}
 """,
 }
-"""The rest of each script, by name; `Redis` returns what it returns."""
+"""The body of each script, by name."""

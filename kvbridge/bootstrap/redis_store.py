@@ -1,7 +1,7 @@
-"""Nodes and rooms that several bootstraps share, in Redis.
+"""The store that several bootstraps share, in Redis.
 
-Redis's answers are input from outside: a malformed value is counted, logged once and treated as absent, so that its node registers
-again, or its room's id is free again. Time is Redis's.
+Redis's answers are input from outside. A malformed value is counted, logged once and treated as absent: its node registers again,
+or the id of its room is free again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
-from kvbridge.bootstrap.stores import base
-from kvbridge.bootstrap.stores.base import Claim, PairingState, RoomInUse, RoomTimes
-from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
+from kvbridge.bootstrap.scripts import PRELUDE, SCRIPTS
+from kvbridge.bootstrap.store import NOTE_INSTANCES, NOTE_KEEP_S, NOTES, Claim, PairingState, RoomInUse, RoomTimes
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.ids import NonNegative
 from kvbridge.telemetry.metrics import STORE_FAILED, STORE_REFUSED
@@ -39,15 +38,15 @@ from kvbridge.telemetry.registry import Metrics
 log = structlog.get_logger(__name__)
 
 CONNECTIONS: Final = 32
-"""Open connections at most; further calls wait for one, within `timeouts.store_s`."""
+"""The most open connections; further calls wait for one, within `timeouts.store_s`."""
 KEPT: Final = 4096
-"""Parsed entries and heartbeats that are kept, and refusals that were logged."""
+"""The most parsed entries, parsed heartbeats and logged refusals that are remembered."""
 _KEY = TypeAdapter(tuple[Name, Name])
 _CHARGES = TypeAdapter(dict[str, NonNegative])
 
 
 class RedisStore:
-    """A Store. Close it."""
+    """The store of several bootstraps. Close it."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class RedisStore:
         rooms: RoomTimes,
         metrics: Metrics,
     ) -> None:
-        """Keep everything behind `namespace`, by a client of `redis_client`. `timeout_s` is `timeouts.store_s`."""
+        """`client`: made by `redis_client`. `namespace`: before the name of every key. `timeout_s`: `timeouts.store_s`."""
         self._client = client
         options = client.connection_pool.connection_kwargs
         self._where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
@@ -67,17 +66,12 @@ class RedisStore:
         self._timeout_s = timeout_s
         self._metrics = metrics
         self._entries: dict[bytes, NodeEntry | None] = {}
-        """By digest; None for one that is malformed."""
+        """By digest; None stands for a malformed entry."""
         self._told: set[tuple[str, ...]] = set()
         """Malformed values that were logged."""
-        times_s = {
-            "expire": expire_after_s,
-            "claim": rooms.claim_s,
-            "keep": rooms.keep_s,
-            "note_keep": base.NOTE_KEEP_S,
-        }
+        times_s = {"expire": expire_after_s, "claim": rooms.claim_s, "keep": rooms.keep_s, "note_keep": NOTE_KEEP_S}
         limits = {f"{name}_ms": max(1, round(seconds * 1e3)) for name, seconds in times_s.items()}
-        limits |= {"max_rooms": rooms.max_rooms, "note_instances": base.NOTE_INSTANCES, "notes": base.NOTES}
+        limits |= {"max_rooms": rooms.max_rooms, "note_instances": NOTE_INSTANCES, "notes": NOTES}
         head = "".join(f"local {name} = {value}\n" for name, value in limits.items()) + PRELUDE
         self._scripts = {
             name: client.register_script(f"{head}{text}end)() or false)") for name, text in SCRIPTS.items()
@@ -97,23 +91,17 @@ class RedisStore:
         return await self._records(await self._run("LOOK", instance="", prefix="", members=members)) if keys else ()
 
     async def of_instance(self, instance: str) -> tuple[str, tuple[NodeRecord, ...]]:
-        prefix = _member((instance, ""))[:-3]  # with which its members, and no others, begin
+        prefix = _member((instance, ""))[:-3]  # its members begin with this, and no others
         found = await self._run("LOOK", instance=instance, prefix=prefix)
-        # Hexadecimal: what was left under our name may be no text, and has to come back as it is.
+        # Hexadecimal: what somebody has left under this name may be no text, and Redis must get the same bytes back.
         return found[2].hex(), await self._records(found)
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
         text, incarnation = entry.model_dump_json().encode(), entry.registration.incarnation
-        fields = {
-            "incarnation": incarnation,
-            "beat": entry.beat.model_dump_json(),
-            "entry": text,
-            "digest": _digest(text),
-        }
-        where = {"instance": entry.key[0], "member": _member(entry.key)}
-        return bool(
-            await self._run("PUT", **where, version=bytes.fromhex(version), drawn=secrets.token_hex(8), fields=fields)
-        )
+        beat = entry.beat.model_dump_json()
+        fields = {"incarnation": incarnation, "beat": beat, "entry": text, "digest": _digest(text)}
+        where = {"instance": entry.key[0], "member": _member(entry.key), "version": bytes.fromhex(version)}
+        return bool(await self._run("PUT", **where, drawn=secrets.token_hex(8), fields=fields))
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
         facts = {"incarnation": heartbeat.incarnation, "beat": heartbeat.model_dump_json()}
@@ -135,7 +123,7 @@ class RedisStore:
         return tuple(gone)
 
     async def _records(self, found: Sequence[Any]) -> tuple[NodeRecord, ...]:
-        """Return the records of an answer of LOOK. Entries that are not known as they are now are read and parsed before."""
+        """Return the records of an answer of LOOK. Entries whose digest is new here are read and parsed first."""
         now_ms, rows, _ = found
         unknown = [member for member, row in rows if row[1] not in self._entries]
         texts = await self._run("ENTRIES", members=unknown) if unknown else ()
@@ -155,11 +143,11 @@ class RedisStore:
         return tuple(record for record in records if record is not None)
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
-        """Return the record of one row, or None when a part of it is missing or malformed."""
+        """Return None for a row of which a part is missing or malformed."""
         holder, digest, raw_beat, seen_ms, charges = row
         entry = self._entries.get(digest)
         if entry is None and digest:
-            return None  # replaced just now, or refused when it was parsed
+            return None  # replaced a moment ago, or refused when it was parsed
         try:
             if entry is None or not (holder and raw_beat and seen_ms):
                 raise ValueError("one of its fields is missing")  # noqa: TRY301 - told below
@@ -184,7 +172,7 @@ class RedisStore:
         kept = await self._end(PairingState.PAIRED, claim.room, ticket.generation, **facts)
         if kept and page_keys:
             instances = (ticket.prefill.instance, ticket.decode.instance)
-            with contextlib.suppress(NotReadyError):  # the ticket counts; a note that is missing costs a guess
+            with contextlib.suppress(NotReadyError):  # a note that is missing costs no ticket, only a guess
                 await self._run("NOTE", keys=[key.hex() for key in page_keys], instances=instances)
         return kept
 
@@ -225,7 +213,7 @@ class RedisStore:
         )
 
     async def _run(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - as the script answers
-        """Run a script within `timeouts.store_s`, and return its answer, strings as bytes. Raises NotReadyError."""
+        """Run a script within `timeouts.store_s`. Returns its answer, strings as bytes. Raises NotReadyError."""
         packed = msgpack.packb(arguments, use_bin_type=False)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -243,7 +231,7 @@ class RedisStore:
         return NotReadyError(f"the directory's Redis at {self._where} {what} (directory.redis_url)")
 
     def _refused(self, kind: str, name: bytes, error: Exception) -> None:
-        """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
+        """Count a malformed value. Log it once: it may be read many times before it is replaced."""
         self._metrics.count(STORE_REFUSED, kind)
         told = {"kind": kind, "name": _text(name), "namespace": self._namespace, "reason": str(error)}
         if (key := tuple(told.values())) not in self._told:
@@ -253,7 +241,7 @@ class RedisStore:
 
 @lru_cache(KEPT)
 def _heartbeat(raw: bytes) -> NodeHeartbeat:
-    """Parse a heartbeat. Few nodes of a large fleet have changed between two looks."""
+    """Parse a heartbeat; cached, because few nodes of a large fleet change between two looks."""
     return NodeHeartbeat.model_validate_json(raw, extra="ignore")
 
 
@@ -279,14 +267,14 @@ class _Credentials(CredentialProvider):
     def get_credentials(self) -> Any:  # noqa: ANN401 - one or two strings
         return (*self._user, self._password())
 
-    async def get_credentials_async(self) -> Any:  # noqa: ANN401
+    async def get_credentials_async(self) -> Any:  # noqa: ANN401 - the library's own logs a warning
         return self.get_credentials()
 
 
 def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: float) -> Redis:
-    """Return a client that connects when it has to, and never tries again by itself: a script must not run twice.
+    """Return a client that connects when it has to, and never repeats a call: a script must not run twice.
 
-    Where `url` holds no password, each new connection shows `password`, if there is one. `RedisStore` bounds the calls: the
+    Each new connection shows `password`, unless the password is empty or `url` has one. `RedisStore` limits the calls: the
     library's own limit is `asyncio.wait_for`, which in Python 3.11 loses a cancellation that meets the end of the wait, so a
     caller's deadline would never come. Raises ConfigError for a URL that cannot be read.
     """
