@@ -82,10 +82,10 @@ class Ranking:
         hold the same model, InvalidInputError when the request is larger than every pool.
         """
         instances = tuple(instances)
-        roles = [_ready(instances, role, request) for role in (Role.PREFILL, Role.DECODE)]
+        prefill, decode = (_ready(instances, role, request) for role in (Role.PREFILL, Role.DECODE))
         known: dict[tuple[str, ...], Pages] = {}
         ways: dict[Way, tuple[list[Option], list[Option]]] = {}
-        for side, of_role in enumerate(roles):
+        for side, of_role in enumerate((prefill, decode)):
             for instance in of_role:
                 if option := _option(instance, request, known, (held or {}).get(instance.name, 0.0)):
                     for way in instance.ways:
@@ -93,7 +93,7 @@ class Ranking:
         self._sides = [both for both in ways.values() if all(both)]
         """Prefill and decode options, for each way to be a pair."""
         if not self._sides:
-            raise _no_pair(*roles, request)
+            raise _no_pair(prefill, decode, request)
 
     @property
     def looks_full(self) -> bool:
