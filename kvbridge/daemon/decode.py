@@ -37,8 +37,9 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     fence.watch(rooms.writers)
     nodes.writers = rooms.writers
     links.serve(nodes, rooms, fence)
-    parts.worker_host.serve(
-        links,
+    parts.workers.serve(
+        links.worker_ready,
+        links.worker_gone,
         {
             EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
             **dict.fromkeys((Digested, Verified), rooms.hear),

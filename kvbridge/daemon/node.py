@@ -79,7 +79,7 @@ class NodeDaemon:
         self._open_traces()
         group = None if config.runtime_group is None else group_number(config.runtime_group)
         prepare_runtime_directory(config.runtime_dir, group)
-        parts.worker_host.open(parts.identity.incarnation)
+        parts.workers.open(parts.identity.incarnation)
         parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, parts.engines)
         self._open_peers()
         self._http = await open_http(
@@ -90,10 +90,10 @@ class NodeDaemon:
         self._background(self._ticks(), "ticks")
         self._background(self._secrets.run(), "secrets")
         await self._create_memory(group)
-        parts.worker_host.start(
+        parts.workers.start(
             lambda rank: parts.worker_setup(rank, self.peers.epoch), None if parts.adopted else parts.identity
         )
-        self._background(parts.worker_host.failed(), "workers")
+        self._background(parts.workers.failed(), "workers")
         if parts.stored is not None:
             parts.stored.open(parts.memory.twins, parts.memory.host, log_level=config.telemetry.log_level.value)
             self._background(parts.stored.failed(), "store")
@@ -129,7 +129,7 @@ class NodeDaemon:
             last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
             last_first.callback(parts.engine_socket.close)
             last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
-            last_first.push_async_callback(parts.worker_host.close, 2 * self._closing_part_s)
+            last_first.push_async_callback(parts.workers.close, 2 * self._closing_part_s)
             if parts.stored is not None:
                 last_first.push_async_callback(parts.stored.close, self._closing_part_s)
             if self.overview.announcer is not None:
@@ -171,7 +171,7 @@ class NodeDaemon:
             self.rooms.tick()
             self.admission.tick()
             self.peers.tick()
-            self.parts.worker_host.watch()
+            self.parts.workers.watch()
             if self.parts.backups is not None:
                 self.parts.backups.tick()
             self.parts.seldom.tell()

@@ -45,8 +45,9 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     )
     nodes.rooms = rooms
     links.serve(nodes, rooms)
-    parts.worker_host.serve(
-        links,
+    parts.workers.serve(
+        links.worker_ready,
+        links.worker_gone,
         {
             PeerConnected: nodes.worker_connected,
             PathsChanged: nodes.paths_changed,

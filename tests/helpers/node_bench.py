@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.core.errors import InvalidInputError, NotFoundError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset
@@ -24,7 +27,15 @@ from kvbridge.core.wire.messages import (
     TransportEndpoint,
     to_wire,
 )
-from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent, WorkerHello, WorkerReady, WorkerSetup
+from kvbridge.core.wire.worker_messages import (
+    EndpointsRevoked,
+    RoomClosed,
+    Send,
+    Sent,
+    WorkerHello,
+    WorkerReady,
+    WorkerSetup,
+)
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
@@ -36,6 +47,7 @@ from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import PageState
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -390,17 +402,67 @@ def setup(rank: Rank) -> WorkerSetup:
     )
 
 
-class WorkerBench:
+class FakeProcess:
+    """A process that ends when the test says so."""
+
+    followed = True
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.calls: list[Callable[[], None]] = []
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def end(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class FakeServer:
+    """The socket of a node's workers (or engines); nobody is behind a link that is `gone`."""
+
     def __init__(self) -> None:
-        self.messages: list[tuple[str, object]] = []
+        self.sent: list[tuple[str, object]] = []
+        self.gone: set[str] = set()
+        self.dropped: list[str] = []
+        self.processes: dict[str, FakeProcess] = {}
+
+    def send(self, client: str, message: object) -> None:
+        if isinstance(message, Pages):
+            raise InvalidInputError("4000000 bytes long, a frame takes at most 3145728")
+        if client in self.gone:
+            raise NotFoundError(f"{client} is gone")
+        self.sent.append((client, message))
+
+    def process(self, client: str) -> FakeProcess:
+        return self.processes.setdefault(client, FakeProcess(len(self.processes) + 1))
+
+    def drop(self, client: str) -> None:
+        self.dropped.append(client)
+
+
+class WorkerBench:
+    """A node of two ranks whose workers engines bring, and what its parts hear of them."""
+
+    def __init__(self, limit_s: float = 15.0) -> None:
+        self.server = FakeServer()
+        self.messages = self.server.sent
         self.events = RecordedEvents()
-        self.workers = WorkerSet({R0: (0, 1), R1: (0, 1)}, self.events)
-        self.workers.connect(lambda link, message: self.messages.append((link, message)))
+        self.up: list[Rank] = []
+        self.down: list[str] = []
+        self.said: list[object] = []
+        config = SimpleNamespace(timeouts=SimpleNamespace(worker_start_s=limit_s, worker_silence_s=limit_s))
+        self.workers = WorkerSet(config, {R0: (0, 1), R1: (0, 1)}, self.events, Seldom(lambda _event: None))
+        reports = dict.fromkeys((RoomClosed, EndpointsRevoked), self.said.append)
+        self.workers.serve(self.up.append, lambda _rank, reason: self.down.append(reason), reports)
+        self.workers._server = self.server
+        self.workers.start(setup, None)
 
-    def hello(self, rank: Rank = R0, link: str = "link") -> str:
-        return self.workers.hello(link, WorkerHello(rank=rank, pid=11), setup)
+    def hello(self, rank: Rank = R0, link: str = "link") -> None:
+        self.workers.hear(link, WorkerHello(rank=rank, pid=11, adopted=True))
 
-    def ready(self, rank: Rank = R0, **fields) -> None:
+    def ready(self, rank: Rank = R0, link: str = "link", **fields) -> None:
         endpoint = TransportEndpoint(transport="local", data=b"1")
         described = RankDescription(manifest=manifest(rank=rank, tp_size=2), endpoints=(endpoint,))
-        self.workers.ready(WorkerReady(rank=rank, pid=11, description=described, **fields))
+        self.workers.hear(link, WorkerReady(rank=rank, pid=11, description=described, **fields))

@@ -52,8 +52,9 @@ class Bench(WorkerBench):
         )
 
     def come(self, rank: Rank) -> None:
-        self.hello(rank, f"link {rank} {len(self.messages)}")
-        self.ready(rank)
+        link = f"link {rank} {len(self.messages)}"
+        self.hello(rank, link)
+        self.ready(rank, link)
 
     @property
     def orders(self) -> list[CopyPages]:

@@ -19,7 +19,7 @@ from kvbridge.config.services import BootstrapConfig
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.bootstrap import BootstrapDaemon
-from kvbridge.daemon.worker_host import worker_process
+from kvbridge.node.worker_process import worker_process
 from kvbridge.processes import EXIT_ORPHANED, ChildEnd, ChildProcess, SupervisedChild, stop_all, wait_for
 from kvbridge.telemetry.logs import Seldom
 

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.worker_output import WorkerOutput
+from kvbridge.node.worker_process import OutputLines, Pipe
 from kvbridge.telemetry.logs import Seldom
 
 pytestmark = pytest.mark.asyncio
@@ -28,14 +28,16 @@ async def written(
 ) -> list[dict[str, object]]:
     """The lines that come of what a real process writes, to standard error or as its log."""
     with capture_logs() as lines:
-        with WorkerOutput(RANK, seldom or Seldom(lambda _event: None)) as output:
+        logged = OutputLines(RANK, seldom or Seldom(lambda _event: None))
+        with Pipe(logged.record) as records, Pipe(logged.text) as errors:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", COPY.format(output.log_end) if to_log else code),
+                *(sys.executable, "-c", COPY.format(records.writing_end) if to_log else code),
                 stdin=asyncio.subprocess.PIPE,
-                stderr=output.errors_end,
-                pass_fds=(output.log_end,),
+                stderr=errors.writing_end,
+                pass_fds=(records.writing_end,),
             )
-            output.started()
+            records.started()
+            errors.started()
             async with asyncio.timeout(30):
                 await process.communicate(b"".join(parts))
         return lines

@@ -19,11 +19,14 @@ from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
+from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
-from kvbridge.daemon.parts import NodeParts
+from kvbridge.daemon.parts import EngineSocket, NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
+from kvbridge.telemetry.stream import EventStream
 from tests.helpers.local_servers import held_ports
+from tests.helpers.node_bench import FakeServer
 
 pytestmark = pytest.mark.asyncio
 
@@ -224,3 +227,15 @@ async def test_a_node_that_is_lost_while_links_end_does_not_keep_the_others_open
     assert not any(address(number) in node.links for number in (1, 2, 3))
     with pytest.raises(NotReadyError, match="starting or ending"):
         node.links.connect(address(4))
+
+
+async def test_an_engine_is_told_that_its_answer_does_not_fit_into_a_frame():
+    engines = EngineSocket(0.0, EventStream())
+    engines._server = server = FakeServer()
+    engines.send("engine", Pages(call=7, room=1, generation=1, prompt_tokens=1, tables=()))
+    [(engine, refused)] = server.sent
+    assert isinstance(refused, Refused)
+    assert (engine, refused.call, refused.code) == ("engine", 7, "invalid_input")
+    assert "3145728" in refused.message
+    engines.send("engine", Accepted(call=8))
+    assert server.sent[-1] == ("engine", Accepted(call=8))

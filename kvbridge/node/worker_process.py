@@ -1,6 +1,6 @@
-"""The output of a rank worker's process, as lines of this daemon's log.
+"""The process of a rank worker, and its output as lines of the node's log.
 
-A worker writes its log as JSON into a pipe of its own, and the daemon logs each record in its own form. The libraries below the
+A worker writes its log as JSON into a pipe of its own, and the node logs each record in its own form. The libraries below the
 worker write to standard error, without level or owner, even while they end the process. A line there is never a record of the log.
 """
 
@@ -11,13 +11,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Self
+from collections.abc import Callable, Mapping
 
 import structlog
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.ids import Rank
+from kvbridge.processes import ChildEnd, SupervisedChild
 from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)
@@ -54,8 +54,33 @@ def level_of(text: str) -> int:
     return logging.WARNING
 
 
-class _Pipe:
-    """A pipe that is read line by line, in the running loop, from `started` on."""
+def worker_process(
+    rank: Rank, options: Mapping[str, str], seldom: Seldom, on_end: Callable[[ChildEnd], None]
+) -> SupervisedChild:
+    """Return the process of a rank's worker, not started yet. `options` are options of its command line."""
+    options = {"pp": str(rank.pp), "tp": str(rank.tp), "parent": str(os.getpid()), **options}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+
+    async def live() -> None:
+        with Pipe(lines.record) as records, Pipe(lines.text) as errors:
+            process = await child.launch(
+                "kvbridge.worker.process",
+                *(*arguments, "--log-descriptor", str(records.writing_end)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stderr=errors.writing_end,
+                pass_fds=(records.writing_end,),
+            )
+            records.started()
+            errors.started()
+            await process.wait()
+
+    lines = OutputLines(rank, seldom)
+    child = SupervisedChild(f"rank {rank}", live, on_end)
+    return child
+
+
+class Pipe(Closing):
+    """A pipe that is read line by line, in the running loop, from `started` until `close`, when the process has ended."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
@@ -64,11 +89,13 @@ class _Pipe:
         os.set_blocking(self._reading_end, False)
 
     def started(self) -> None:
+        """Read from now on: the process has its end of the pipe."""
         os.close(self.writing_end)
         self.writing_end = -1
         asyncio.get_running_loop().add_reader(self._reading_end, self._read)
 
     def close(self) -> None:
+        """Read what is left, and close both ends."""
         asyncio.get_running_loop().remove_reader(self._reading_end)
         while self._read():
             pass
@@ -78,7 +105,7 @@ class _Pipe:
             os.close(self.writing_end)
 
     def _read(self) -> bool:
-        """Read what is there; whether there was something."""
+        """Read what is there. Return whether there was something."""
         try:
             data = os.read(self._reading_end, READ_BYTES)
         except BlockingIOError:
@@ -98,42 +125,25 @@ class _Pipe:
             self._take(text)
 
 
-class WorkerOutput:
-    """Logs the output of one process, from the moment at which it is entered until it is left, when the process has ended."""
+class OutputLines:
+    """Logs the lines of one worker's process."""
 
     def __init__(self, rank: Rank, seldom: Seldom) -> None:
         self._rank = str(rank)
         self._seldom = seldom
 
-    def __enter__(self) -> Self:
-        with ExitStack() as opened:
-            self._log = _Pipe(self._own)
-            opened.callback(self._log.close)
-            self._errors = _Pipe(self._foreign)
-            opened.callback(self._errors.close)
-            self._closing = opened.pop_all()
-        self.log_end, self.errors_end = self._log.writing_end, self._errors.writing_end
-        """The descriptors for the worker's log, and for its standard error."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
-
-    def started(self) -> None:
-        """The process has its ends: read ours from now on."""
-        self._log.started()
-        self._errors.started()
-
-    def _own(self, text: str) -> None:
+    def record(self, text: str) -> None:
+        """Log a line of the worker's own log."""
         try:
             record = json.loads(text)
             level, event = logging.getLevelNamesMapping()[record.pop("level").upper()], record.pop("event")
         except (ValueError, KeyError, TypeError, AttributeError):
-            self._foreign(text)  # it was cut off by the end of the process, or is longer than a line may be
+            self.text(text)  # the end of the process, or the longest line, cut it off
             return
         record.pop("timestamp", None)
         log.log(level, event, **record)
 
-    def _foreign(self, text: str) -> None:
+    def text(self, text: str) -> None:
+        """Log a line of a library."""
         if self._seldom.admits("library_output", self._rank, lines=LINES):
             log.log(level_of(text), "library_output", rank=self._rank, text=text[:LONGEST_LINE_BYTES])
