@@ -22,8 +22,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.prefixes import Evicted
-from kvbridge.node.store_writes import ORDER_PAGES
-from kvbridge.node.stored_prefixes import StoredPrefixes
+from kvbridge.node.stored_prefixes import ORDER_PAGES, StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.pool.memory.layout import RankPart, twin_placement
@@ -155,7 +154,7 @@ class Node(Looped):
         stored = self.stored
         self.until(
             "everything is written",
-            lambda: not (stored.writes.waiting or stored.writes.to_forget or client.unsettled) and self.idle,
+            lambda: not (stored.waiting or stored.to_forget or client.unsettled) and self.idle,
         )
 
     @property
@@ -392,7 +391,7 @@ def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(nod
     node.computed(others)
 
     async def drop_while_it_is_written() -> Any:
-        await seen(node.stored.writes.writing.locked)
+        await seen(node.stored.writing.locked)
         node.cache.drop()
         return await node.stored.drop()
 
@@ -409,13 +408,13 @@ def test_what_a_request_fetches_while_all_is_dropped_does_not_stay(node: Node):
 
     async def drop_and_fetch() -> Any:
         dropping = asyncio.create_task(node.stored.drop())
-        await seen(lambda: node.stored.writes.dropping)
+        await seen(lambda: node.stored.dropping)
         await node.stored.prefetch(keys)
         return await dropping
 
     assert node.run(drop_and_fetch()).outcome == "dropped"
     assert node.held(keys) == []
-    assert not node.stored.writes.dropping
+    assert not node.stored.dropping
 
 
 @pytest.fixture(scope="module")

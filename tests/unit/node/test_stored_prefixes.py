@@ -224,7 +224,7 @@ async def test_pages_that_are_dropped_while_the_store_is_asked_for_them_are_not_
 
     def dropped() -> None:
         bench.store.objects[PAGES].difference_update(linked(keys).to_list()[4:])
-        bench.stored.writes.to_forget.clear()
+        bench.stored.to_forget.clear()
 
     bench.store.has_answered = dropped
     assert await bench.prefetch(keys) == 4
