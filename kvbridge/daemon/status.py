@@ -40,7 +40,7 @@ from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.http.page import Document
-from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.admission import AdmissionController
 from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry import metrics as m
 from kvbridge.telemetry.facts import RoomEntered, RoomFact
@@ -108,7 +108,7 @@ class NodeOverview:
         A node that bootstrap knew stays ready while bootstrap is away, and lists that as a reason all the same.
         """
         announcer = self.announcer
-        reasons = [*self.obstacles(), self._admission.starvation.problem(), announcer.obstacle if announcer else ""]
+        reasons = [*self.obstacles(), self._admission.problem(), announcer.obstacle if announcer else ""]
         ready = not any(reasons)
         if announcer is not None and not announcer.obstacle and announcer.problem:
             reasons.append(f"bootstrap does not answer: {announcer.problem}")
@@ -226,7 +226,7 @@ class NodeOverview:
         if status.fence is not None:
             metrics.assign(m.EPOCH, status.fence.epoch)
         metrics.assign(m.WAITING, status.admission.waiting)
-        metrics.assign(m.STARVED, self._admission.starvation.seconds())
+        metrics.assign(m.STARVED, self._admission.starved_s)
         metrics.assign(m.READY, status.ready.ready)
         pages = {(space.value, state.value): count for space, of in status.pools.items() for state, count in of.items()}
         metrics.replace(m.POOL, pages)

@@ -18,7 +18,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
 from kvbridge.http.page import Document
 from kvbridge.http.requests import CREATED, LEFT, REQUESTS, RoomPath, create, plain_post, while_connected
-from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.admission import AdmissionController
 from kvbridge.node.rooms import Rooms
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 

@@ -54,7 +54,7 @@ from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineLeft, En
 from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:
-    from kvbridge.node.admission.controller import AdmissionController
+    from kvbridge.node.admission import AdmissionController
     from kvbridge.node.rooms import Rooms
 
 log = structlog.get_logger(__name__)

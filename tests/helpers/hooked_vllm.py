@@ -28,7 +28,7 @@ from kvbridge.engine.memory import EngineMemory
 from kvbridge.engine.streams import StreamOrder
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
-from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.admission import AdmissionController
 from kvbridge.node.engines import Engines
 from kvbridge.pool.memory.pools import MappedRegions
 from tests.helpers.node_bench import DecodeBench, PrefillBench

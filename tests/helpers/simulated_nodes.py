@@ -36,7 +36,7 @@ from kvbridge.core.wire.worker_messages import (
     Verify,
     WorkerToNode,
 )
-from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.admission import AdmissionController
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import Engines as AttachedEngines
 from kvbridge.node.prefill.decode_nodes import DecodeNodes

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.node.admission.queue import AdmissionQueue, Waiting
+from kvbridge.node.admission_queue import AdmissionQueue, Waiting
 
 SPACES = (IndexSpace.FULL, IndexSpace.HOST)
 POOL = 12

@@ -12,7 +12,6 @@ from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.node.admission.pressure import Starvation
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
@@ -110,8 +109,7 @@ def test_twins_are_on_the_page_and_nobody_else_hears_of_them_or_waits_for_them()
     assert page.memory_bytes == node.parts.layout.total_bytes
     assert (load.available_pages, load.total_pages) == (told.available_pages, {"full": 8})
     assert not is_significant(told, load)
-    starvation = Starvation(node.parts.book, unready_after_s=0.0, clock=lambda: 0.0)
-    starvation.look()
-    assert starvation.since_s is None
+    node.admission.tick()
+    assert node.admission.starved_s == 0
     metrics = b"".join(node.overview.render_metrics()[0]).decode()
     assert 'kvbridge_pool_pages{space="full_twin",state="held"} 4.0' in metrics

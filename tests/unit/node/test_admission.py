@@ -22,7 +22,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
-from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.admission import AdmissionController
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.tier.index import PrefixIndex
@@ -114,7 +114,7 @@ class Bench:
     def look(self, after_s: float = 0.0) -> str:
         self.clock.advance(after_s)
         self.admission.tick()
-        return self.admission.starvation.problem()
+        return self.admission.problem()
 
 
 async def turn() -> None:
@@ -271,6 +271,31 @@ async def test_a_refusal_says_when_the_pages_will_be_there(made):
     assert caught.value.retry_after_s == pytest.approx(5.0, rel=0.1), "four more have to come free for who waits"
 
 
+async def test_the_scarcest_space_decides_and_pages_of_rooms_that_are_ending_are_not_waited_for():
+    bench = Bench(PageBook({FULL: 100, IndexSpace.HOST: 100}), retry_after_min_s=0.1)
+    admission, book = bench.admission, bench.book
+
+    def hint(**lacking: int) -> float:
+        spaces = {IndexSpace(space): count for space, count in lacking.items()}
+        return admission.retry_after_s(CapacityError("", lacking=spaces))
+
+    assert hint(full=6) == 0.1, "nothing is known"
+    for number in range(100):
+        bench.clock.advance(1.0)
+        admission.freed({FULL: 10, IndexSpace.HOST: 1})
+        admission.gone(Owner(number + 1, 1))
+    assert hint(full=10, host=6) == hint(host=6) == pytest.approx(6.0, rel=0.1)
+    book.reserve(Owner(1, 1), {IndexSpace.HOST: 4})
+    book.expect_free(Owner(1, 1))
+    assert hint(host=6) == pytest.approx(2.0, rel=0.1)
+    assert hint(host=4) == 0.1
+    bench.rooms.in_use.update(a=10, b=30)
+    before_s = admission._room_ends_s(of=10)
+    assert before_s == pytest.approx(4.0, rel=0.1)
+    admission.gone(Owner(NO_ROOM, 1))
+    assert admission._room_ends_s(of=10) == before_s, "the end of a copy between tiers is no room's"
+
+
 # ------------------------------------------------------------------------------------------- what is shown
 
 
@@ -285,11 +310,9 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
         "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no available page of 8 "
         "(5 held, 3 quarantined); quarantined for: worker pp0.tp0 is silent"
     )
-    assert bench.admission.starvation.seconds() == 30.0
+    assert bench.admission.starved_s == 30.0
     bench.rooms.end(1)
-    assert (bench.admission.starvation.problem(), bench.admission.starvation.seconds()) == ("", 0.0), (
-        "at once, without a tick"
-    )
+    assert (bench.admission.problem(), bench.admission.starved_s) == ("", 0.0), "at once, without a tick"
 
 
 # ------------------------------------------------------------------------------------------- prefixes that stay

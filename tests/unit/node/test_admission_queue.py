@@ -1,4 +1,4 @@
-"""The order in which waiting requests are admitted, without time and without pages, and when pages will be free."""
+"""The order in which waiting requests are admitted, without time and without pages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import pytest
 
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.node.admission.pressure import ReleaseRates
-from kvbridge.node.admission.queue import AdmissionQueue, Waiting
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner
-from tests.helpers.manual_clock import ManualClock
+from kvbridge.node.admission_queue import AdmissionQueue, Waiting
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
 
@@ -45,21 +42,3 @@ def test_what_lacks_counts_everybody_who_waits():
     with pytest.raises(CapacityError, match=r"admission\.max_waiting") as caught:
         join(line, "c", 1)
     assert (caught.value.lacking, len(line), line.waiting_of("c")) == ({FULL: 8}, 2, 0)
-
-
-def test_the_scarcest_space_decides_and_pages_of_rooms_that_are_ending_are_not_waited_for():
-    clock = ManualClock(1000.0)
-    rates = ReleaseRates(clock)
-    assert rates.seconds_until({FULL: 6}, {}) == 0.0, "nothing is known"
-    for number in range(100):
-        clock.advance(1.0)
-        rates.freed({FULL: 10, HOST: 1})
-        rates.gone(Owner(number + 1, 1))
-    both = rates.seconds_until({FULL: 10, HOST: 6}, {})
-    assert both == rates.seconds_until({HOST: 6}, {}) == pytest.approx(6.0, rel=0.1)
-    assert rates.seconds_until({HOST: 6}, {HOST: 4}) == pytest.approx(2.0, rel=0.1)
-    assert rates.seconds_until({HOST: 6}, {HOST: 7}) == rates.seconds_until({}, {}) == 0.0
-    before_s = rates.seconds_until_a_room_ends(of=10, rooms=40)
-    assert before_s == pytest.approx(4.0, rel=0.1)
-    rates.gone(Owner(NO_ROOM, 1))
-    assert rates.seconds_until_a_room_ends(of=10, rooms=40) == before_s, "the end of a copy between tiers is no room's"

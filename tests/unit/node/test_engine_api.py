@@ -33,7 +33,7 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Failed, Heartbeat, Intend, Offer, to_wire
-from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.admission import AdmissionController
 from kvbridge.node.engines import Engines
 from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
 from tests.helpers.node_bench import DecodeBench, PrefillBench

@@ -10,7 +10,7 @@ from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchEr
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Failed
-from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.admission import AdmissionController
 from tests.helpers.node_bench import HISTORY, DecodeBench, PrefillBench, keys_of
 from tests.helpers.rooms import PAGE, R0, R1, full_amounts
 

@@ -1,9 +1,9 @@
 """Admission: every request for a room, by HTTP or by an engine, is admitted, made to wait, or refused here.
 
-A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become available:
-free, or cached and not read any more. It waits for all pages that it can need; the cache is asked when its turn comes. While
-somebody waits, a request that does not wait gets only pages that no waiting request needs. Open rooms come before all: an engine
-that extends one takes pages past the queue, since it has to go on to end.
+A request that waits (`wait_s`) is looked at again whenever pages have become available: free, or cached and not read any more. It
+waits for all pages that it can need; the cache is asked when its turn comes. While a request waits, one that does not wait gets
+only pages that no waiting request needs. Open rooms come first: an engine that extends one takes pages past the queue, since it has
+to go on to end.
 
 A client's rooms count until their pages are back, and its waiting requests count with them: a request in the queue is never over
 its client's cap when its turn comes.
@@ -12,8 +12,9 @@ its client's cap when its turn comes.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
+from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
-from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, Starvation
-from kvbridge.node.admission.queue import AdmissionQueue, Waiting
+from kvbridge.node.admission_queue import AdmissionQueue, Waiting
 from kvbridge.node.room import AdmittingEngine
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.facts import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
 from kvbridge.telemetry.stream import EventStream
@@ -39,10 +41,40 @@ from kvbridge.telemetry.stream import EventStream
 log = structlog.get_logger(__name__)
 
 SHOWN_CLIENTS = 20
+SHOWN_REASONS = 3
 QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
 """Kinds of `capacity`, for those who count refusals."""
 LEFT = "left"
 """Stands for the code of an error where the caller did not wait for one."""
+WINDOW_S = 30.0
+"""A release counts e times less after this time; after a minute it hardly counts."""
+JITTER = 0.25
+"""Callers that were refused together are told to come back spread over this part of the time."""
+
+
+class ReleaseRate:
+    """Things a second, the latest counting most. The first one only starts the measurement."""
+
+    def __init__(self) -> None:
+        self._begun_s: float | None = None
+        self._at_s = 0.0
+        self._weighted = 0.0
+
+    def add(self, count: int, now_s: float) -> None:
+        """Count things that have been released."""
+        if self._begun_s is None:
+            self._begun_s = now_s
+        else:
+            self._weighted = self._weighted * math.exp((self._at_s - now_s) / WINDOW_S) + count
+        self._at_s = now_s
+
+    def seconds_for(self, count: float, now_s: float) -> float:
+        """Estimate how long `count` more take; 0 before the first measurement, so that the caller soon asks again."""
+        if self._begun_s is None or now_s <= self._begun_s or not self._weighted:
+            return 0.0
+        measured_s = WINDOW_S * -math.expm1((self._begun_s - now_s) / WINDOW_S)
+        weighted = self._weighted * math.exp((self._at_s - now_s) / WINDOW_S)
+        return count * measured_s / weighted if weighted else math.inf
 
 
 @dataclass(eq=False)
@@ -56,7 +88,7 @@ class _WaitingRequest(Waiting):
 
 
 class AdmissionController:
-    """Called from the event loop's thread only."""
+    """Admits requests to the rooms of a node, and watches its page book. Called from the event loop's thread only."""
 
     def __init__(
         self,
@@ -68,23 +100,22 @@ class AdmissionController:
         clock: Clock = monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`draw` spreads Retry-After."""
-        self._rooms = rooms
+        """`draw` spreads Retry-After: it returns a number in [0, 1)."""
+        self._rooms, self._book, self._limits = rooms, book, limits
+        self._events, self._clock, self._draw = events, clock, draw
         self._in_use = rooms.book.in_use
-        self._book = book
-        self._limits = limits
-        self._events = events
-        self._clock = clock
+        self._spaces = tuple(space for space in book.owned_spaces() if space in REQUEST_SPACES)
         self._queue: AdmissionQueue[_WaitingRequest] = AdmissionQueue(
             max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
         )
-        self._rates = ReleaseRates(clock, self._pages_freed)
-        self._retry_after = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
-        self.starvation = Starvation(book, unready_after_s=limits.unready_after_s, clock=clock)
+        self._page_rates: dict[IndexSpace, ReleaseRate] = {}
+        self._room_rate = ReleaseRate()
+        self._starved_since_s: float | None = None
+        """Since when not even one page of each space was available; None while one is. An admission ends the shortage."""
         self.closed = ""
         """Why nobody is admitted any more; empty while requests are."""
         self._serving_soon = False
-        book.watch(self._rates)
+        book.watch(self)
 
     # ------------------------------------------------------------------ admission
 
@@ -187,7 +218,7 @@ class AdmissionController:
         if self._rooms_left() <= 0:
             raise self._too_many_rooms(0.0)
         report = self._rooms.admit(request, engine=engine)
-        self.starvation.since_s = None
+        self._starved_since_s = None
         return report
 
     def _rooms_left(self) -> int:
@@ -239,12 +270,10 @@ class AdmissionController:
         return getattr(self._limits, f"client_{name}"), f"admission.client_{name}"
 
     def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
-        rooms = sum(self._in_use.values())
-        seconds = self._rates.seconds_until_a_room_ends(of=self._in_use.get(client, 0), rooms=rooms)
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is {most}); a room counts until its pages "
             "are back",
-            retry_after_s=self._retry_after(seconds),
+            retry_after_s=self._room_ends_s(of=self._in_use.get(client, 0)),
         )
 
     def _too_many_rooms(self, waited_s: float) -> CapacityError:
@@ -253,7 +282,7 @@ class AdmissionController:
         return CapacityError(
             f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms){waited}; a room counts until its pages are "
             "back",
-            retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
+            retry_after_s=self._room_ends_s(of=rooms),
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
@@ -292,28 +321,58 @@ class AdmissionController:
             error.retry_after_s = self.retry_after_s(error)
         self._events.emit(RequestRefused(code=kind or error.code, client=client))
 
+    # ------------------------------------------------------------------ when to come back
+
     def retry_after_s(self, error: CapacityError) -> float:
-        """Return the Retry-After of a refusal: from the lacking pages, else the error's own."""
+        """Return the Retry-After of a refusal: when the lacking pages may be available, else the error's own."""
         if not error.lacking:
             return error.retry_after_s
-        soon = self._book.pages_being_released()
-        return self._retry_after(self._rates.seconds_until(error.lacking, soon))
+        now_s, soon, never = self._clock(), self._book.pages_being_released(), ReleaseRate()
+        more = {space: max(0, count - soon.get(space, 0)) for space, count in error.lacking.items()}
+        waits = (self._page_rates.get(space, never).seconds_for(count, now_s) for space, count in more.items())
+        return self._spread(max(waits))
 
-    # ------------------------------------------------------------------ time and the end
+    def _room_ends_s(self, *, of: int) -> float:
+        """Return the Retry-After of a client that waits for the end of the first of its `of` rooms."""
+        rooms = sum(self._in_use.values())
+        return self._spread(self._room_rate.seconds_for(rooms / max(1, of), self._clock()))
 
-    def _pages_freed(self) -> None:
-        """Serve the waiting requests after the call that made pages available, not inside it."""
-        if self.starvation.since_s is not None:
-            self.starvation.look()
+    def _spread(self, seconds: float) -> float:
+        """Return the seconds or a little more, within the configured bounds."""
+        least, most, spread = self._limits.retry_after_min_s, self._limits.retry_after_max_s, 1 + JITTER * self._draw()
+        return min(most, max(least, min(seconds, most / (1 + JITTER))) * spread)
+
+    # ------------------------------------------------------------------ the page book, time, and the end
+
+    def freed(self, pages: Mapping[IndexSpace, int]) -> None:
+        """Count pages that have become available. Waiting requests are served after the call that freed them, not inside it."""
+        now_s = self._clock()
+        for space, count in pages.items():
+            if count:
+                self._page_rates.setdefault(space, ReleaseRate()).add(count, now_s)
+        if self._starved_since_s is not None:
+            self._look()
         if self._queue and not self._serving_soon:
             self._serving_soon = True
             asyncio.get_running_loop().call_soon(self._serve)
+
+    def gone(self, owner: Owner) -> None:
+        """Count a room that has ended. The end of a copy between tiers makes no room for another request."""
+        if owner.room != NO_ROOM:
+            self._room_rate.add(1, self._clock())
 
     def tick(self) -> None:
         """Look at changes without an event: workers that are back, and how long nothing fits."""
         if self._queue:
             self._serve()
-        self.starvation.look()
+        self._look()
+
+    def _look(self) -> None:
+        available = self._book.available_pages()
+        if all(available[space] for space in self._spaces):
+            self._starved_since_s = None
+        elif self._starved_since_s is None:
+            self._starved_since_s = self._clock()
 
     def close(self, reason: str) -> None:
         """Refuse all waiting and all later requests."""
@@ -330,13 +389,35 @@ class AdmissionController:
         """Count the waiting requests."""
         return len(self._queue)
 
+    @property
+    def starved_s(self) -> float:
+        """How long not even one page of each space could be given out; 0 while one can."""
+        return 0.0 if self._starved_since_s is None else self._clock() - self._starved_since_s
+
+    def problem(self) -> str:
+        """Say what has the pages, for `/ready`; empty unless the shortage has lasted for `admission.unready_after_s`."""
+        if self._starved_since_s is None or self.starved_s < self._limits.unready_after_s:
+            return ""
+        available, reasons = self._book.available_pages(), list(self._book.quarantine_reasons())
+        full = "; ".join(self._describe(space) for space in self._spaces if not available[space])
+        more = f" and {len(reasons) - SHOWN_REASONS} more" if len(reasons) > SHOWN_REASONS else ""
+        quarantined = f"; quarantined for: {'; '.join(reasons[:SHOWN_REASONS])}{more}" if reasons else ""
+        return f"nothing could be admitted for {self.starved_s:.0f} s (limit: admission.unready_after_s): {full}{quarantined}"
+
+    def _describe(self, space: IndexSpace) -> str:
+        states = self._book.counts()[space]
+        names = {state: str(state) for state in states if state is not PageState.FREE}
+        names[PageState.CACHED] = "cached and read"
+        used = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
+        return f"space '{space}' has no available page of {sum(states.values())} ({used})"
+
     def status(self) -> AdmissionStatus:
         """Return the queue and the clients, for `/status`."""
         since_s = self._queue.oldest_since_s()
         return AdmissionStatus(
             waiting=len(self._queue),
             oldest_wait_s=0.0 if since_s is None else round(self._clock() - since_s, 3),
-            starved_s=round(self.starvation.seconds(), 3),
+            starved_s=round(self.starved_s, 3),
             clients=self._clients(),
         )
 

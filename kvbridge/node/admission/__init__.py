@@ -1,1 +1,0 @@
-"""Admission: caps, the queue for pages, and when to try again."""
