@@ -30,7 +30,7 @@ from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, I
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.node.admission_queue import AdmissionQueue, Waiting
-from kvbridge.node.room import AdmittingEngine
+from kvbridge.node.room import OVER_HTTP, AdmittingEngine
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
@@ -151,10 +151,10 @@ class AdmissionController:
                 )
             )
 
-    def admit_now(self, request: AdmissionRequest, *, engine: AdmittingEngine | None = None) -> RoomReport:
+    def admit_now(self, request: AdmissionRequest, *, engine: AdmittingEngine = OVER_HTTP) -> RoomReport:
         """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does.
 
-        `engine`: the one that admits the room itself, if one does; the room ends with that engine.
+        `engine`: the one that admits the room itself, if one does.
         """
         with self._counting(request.client):
             return self._admit_at_once(request, engine)
@@ -168,7 +168,7 @@ class AdmissionController:
             self._refused(client, error, kind if error.code == CapacityError.code else "")
             raise
 
-    def _admit_at_once(self, request: AdmissionRequest, engine: AdmittingEngine | None = None) -> RoomReport:
+    def _admit_at_once(self, request: AdmissionRequest, engine: AdmittingEngine = OVER_HTTP) -> RoomReport:
         self._check_caps(request.client)
         if self._queue:
             self._check_unclaimed(request)
@@ -214,7 +214,7 @@ class AdmissionController:
             raise late
         return outcome.result()
 
-    def _admitted(self, request: AdmissionRequest, engine: AdmittingEngine | None = None) -> RoomReport:
+    def _admitted(self, request: AdmissionRequest, engine: AdmittingEngine = OVER_HTTP) -> RoomReport:
         if self._rooms_left() <= 0:
             raise self._too_many_rooms(0.0)
         report = self._rooms.admit(request, engine=engine)

@@ -1,4 +1,9 @@
-"""One attempt at one request on a node, as both roles keep it."""
+"""One attempt at one request on a node, as both roles keep it, and the page keys that its engines state.
+
+Whoever names a page key gets its page, and the keys of a request come from a router. So engines state the keys of the tokens that
+they really have, and a room goes on only with equal ones. Errors name pages, never tokens or keys. A router's keys say nothing of
+the tokens behind the last whole page: there the engines of a room are compared.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from kvbridge.core.errors import RoomFailedError
+from kvbridge.core.errors import InvalidInputError, KeyMismatchError, RoomFailedError
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.engine_messages import Begin, Claim
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.context import TraceContext
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import KEY_BYTES, NO_KEYS, Keys
 
 StateT = TypeVar("StateT", bound=StrEnum)
 NAMED = 8
@@ -42,13 +48,24 @@ def named(whom: Iterable[object]) -> str:
 
 
 class AdmittingEngine(NamedTuple):
-    """An engine that admits a room itself."""
+    """An engine that admits a room itself: the room ends with that engine, and waits for it without a limit."""
 
-    name: str
+    name: str = ""
     prompt_digest: bytes = b""
-    """The engine's statement of the prompt."""
+    """The engine's statement of the prompt; the engine on the other side has to state the same."""
     held: bool = False
     """Decode: the engine was told that prefill holds the room already."""
+
+
+OVER_HTTP = AdmittingEngine()
+"""No engine: the room was admitted over HTTP, or by an engine on behalf of others."""
+
+
+class StatedAnswer(NamedTuple):
+    """An engine's statement about a room that it releases: so many tokens are whole in its pages, and their keys."""
+
+    valid_tokens: int
+    keys: Keys
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +86,9 @@ class Load:
     def host_copies(self) -> Tables:
         """The host copies as engines are told of them."""
         return {
-            HOST_COPIES[space]: PageTable(
-                HOST_COPIES[space], host_copies, 0 if space is IndexSpace.SWA else self.first_page
-            )
-            for space, (_, host_copies) in self.moves.items()
+            twin: PageTable(twin, self.moves[space][1], 0 if space is IndexSpace.SWA else self.first_page)
+            for space, twin in HOST_COPIES.items()
+            if space in self.moves
         }
 
 
@@ -84,17 +100,13 @@ class Room(Generic[StateT]):
     room: int
     generation: int
     prompt_tokens: int
-    prefix_tokens: int
     max_new_tokens: int
     client: str
     state: StateT
     created_s: float
-    admitted_by: str = ""
-    """The engine that admitted the room itself: the room ends with that engine, and waits for it without a limit."""
-    prompt_digest: bytes = b""
-    """The admitting engine's statement of the prompt; the engine on the other side has to state the same."""
-    held: bool = False
-    """Decode: the admitting engine was told that prefill holds the room already."""
+    prefix_tokens: int = 0
+    """Tokens that decode holds already: nobody sends them."""
+    admitted_by: AdmittingEngine = OVER_HTTP
     tables: Tables = field(default_factory=dict)
     reason_code: str = ""
     reason: str = ""
@@ -122,7 +134,7 @@ class Room(Generic[StateT]):
     """How many leading pages of the room are shared cache pages, by space."""
     load: Load | None = None
     """Pages that engines have to load before they can read them; None: nothing, or nothing any more."""
-    keys: Keys = field(default_factory=Keys)
+    keys: Keys = NO_KEYS
     """Page keys of the prompt as routers and engines name them; cache and store use `Keys.in_namespace`. Empty once the room has
     ended, and for a room that shares nothing."""
     disputed_page: int | None = None
@@ -143,15 +155,12 @@ class Room(Generic[StateT]):
     departed: set[str] = field(default_factory=set)
     """Engines that may use the pages: their connection has ended, and their process has not."""
 
-    @property
-    def over(self) -> bool:
-        """Whether the state is final."""
-        return self.state in self.final_states
+    # ------------------------------------------------------------------ differs by role
 
     @property
-    def owner(self) -> Owner:
-        """The key under which pages are booked."""
-        return Owner(self.room, self.generation)
+    def user_state(self) -> RoomState:
+        """The state that users see: a failing room has failed for them, whatever is still to be cleaned up."""
+        raise NotImplementedError
 
     @property
     def first_peer(self) -> str:
@@ -162,25 +171,6 @@ class Room(Generic[StateT]):
     def waits_for(self) -> str:
         """The next thing that has to happen, for people; empty when nothing is waited for."""
         raise NotImplementedError
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """The fields of every message about the room."""
-        return {"room": self.room, "generation": self.generation}
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The fields of every fact about the room."""
-        return {"room": self.room, "generation": self.generation, "peer": self.first_peer}
-
-    @property
-    def tokens(self) -> dict[str, Any]:
-        """The numbers of tokens in every description of the room."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "prefix_tokens": self.prefix_tokens,
-            "computed_tokens": self.computed_tokens,
-        }
 
     @property
     def users(self) -> set[str]:
@@ -195,11 +185,49 @@ class Room(Generic[StateT]):
         """Note that an engine does not use the pages any more; harmless for one that did not."""
         raise NotImplementedError
 
+    # ------------------------------------------------------------------ as others are told of it
+
+    @property
+    def over(self) -> bool:
+        """Whether the state is final."""
+        return self.state in self.final_states
+
+    @property
+    def owner(self) -> Owner:
+        """The key under which pages are booked."""
+        return Owner(self.room, self.generation)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The fields of every message about the room."""
+        return {"room": self.room, "generation": self.generation}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields of every fact about the room."""
+        return {**self.about, "peer": self.first_peer}
+
+    @property
+    def tokens(self) -> dict[str, Any]:
+        """The numbers of tokens in every description of the room."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prefix_tokens": self.prefix_tokens,
+            "computed_tokens": self.computed_tokens,
+        }
+
     def blame(self, code: str, reason: str) -> None:
         """Keep the first cause, cut to a length that every message can carry."""
         if not self.reason_code:
             self.reason_code = code[:200] or RoomFailedError.code
             self.reason = reason[:REASON_CHARS]
+
+    def add_phases(self, of_rank_s: Mapping[str, float]) -> None:
+        """Add the phases of a rank: a room is as slow as its slowest rank."""
+        for phase, seconds in of_rank_s.items():
+            self.phases_s[phase] = max(self.phases_s.get(phase, 0.0), seconds)
+
+    # ------------------------------------------------------------------ limits
 
     def wait_until(self, deadline_s: float | None, name: str = "") -> None:
         """Start another wait (None: no limit)."""
@@ -220,26 +248,80 @@ class Room(Generic[StateT]):
         return self.deadline_s, self.deadline_name
 
     def late(self, now_s: float) -> str:
-        """Return the name of the limit that has passed, empty when none has.
-
-        A deadline is named once, `begin_limit` until it does not matter any more.
-        """
+        """Return the name of the limit that has passed, once; empty when none has."""
         limit_s, name = self.next_limit
         if limit_s is None or now_s < limit_s:
             return ""
-        if limit_s != self.begin_by_s:
+        if limit_s == self.begin_by_s:
+            self.begin_by_s = None
+        else:
             self.wait_until(None)
         return name
 
-    def why_late(self, limit: str) -> str:
-        """Say what did not happen within a limit that `late` has returned."""
-        what = f"it has waited too long for {self.waits_for}"
-        if limit == self.begin_limit:
-            what = "no prefill engine has begun it in time"
-        return f"{what} (limit: {limit})"
+    # ------------------------------------------------------------------ page keys of engines
+
+    def differing_page(self, said: Begin | Claim, tokens_per_page: int, end_keys: Iterable[bytes]) -> tuple[int, str]:
+        """Return the first page in which an engine's tokens differ from the room's, and a text that is empty if none does.
+
+        `end_keys`: as other engines of the room have stated them. A room without keys shares nothing, and the keys of its engines
+        are ignored. Raises InvalidInputError when the room has keys and the engine states none, or another number.
+        """
+        if not self.keys:
+            return 0, ""
+        if not said.page_hashes:
+            raise InvalidInputError(
+                f"room {self.room} was admitted with page keys, so its engines have to state those of their own tokens: give "
+                "page_keys=engine.page_keys(tokens, adapter=..., namespace=...)"
+            )
+        keys = keys_of(said.page_hashes, self.prompt_tokens, tokens_per_page)
+        text = self._difference(keys, tokens_per_page)
+        if not text and said.end_key and end_differs((said.end_key, *end_keys)):
+            text = (
+                "tokens are not those of another engine of the room: the last page, which is not whole, is the first that "
+                f"differs (tokens {len(self.keys) * tokens_per_page} to {self.prompt_tokens - 1})"
+            )
+        return self.keys.shared_with(keys), text
+
+    def stated_answer(self, valid_tokens: int, page_hashes: bytes, tokens_per_page: int) -> StatedAnswer | None:
+        """Return an engine's statement about the room that it releases; None when it makes none, or the room has no keys.
+
+        Raises InvalidInputError for keys that are not those of so many tokens, KeyMismatchError for another prompt.
+        """
+        if not self.keys or not valid_tokens:
+            return None
+        if valid_tokens < self.prompt_tokens:
+            raise InvalidInputError(
+                f"valid_tokens is {valid_tokens}, but room {self.room} has a prompt of {self.prompt_tokens} tokens, all of which "
+                "are in its pages: count them too"
+            )
+        keys = keys_of(page_hashes, valid_tokens, tokens_per_page)
+        if text := self._difference(keys, tokens_per_page):
+            raise KeyMismatchError(f"room {self.room}: nothing of its answer is kept: the decode engine's {text}")
+        return StatedAnswer(valid_tokens, keys)
+
+    def _difference(self, keys: Keys, tokens_per_page: int) -> str:
+        page = self.keys.shared_with(keys)
+        if page == len(self.keys):
+            return ""
+        first, last = page * tokens_per_page, (page + 1) * tokens_per_page - 1
+        also = " or its model, revision, adapter or namespace" if page == 0 else ""
+        return (
+            f"tokens are not those that the request's page keys name: page {page} (tokens {first} to {last}) is the first that "
+            f"differs; its tokens{also} are others in what computed the request's page_hashes"
+        )
 
 
-def slowest(phases_s: dict[str, float], of_rank_s: Mapping[str, float]) -> None:
-    """Add the phases of a rank to those of its room, which is as slow as its slowest rank."""
-    for phase, seconds in of_rank_s.items():
-        phases_s[phase] = max(phases_s.get(phase, 0.0), seconds)
+def keys_of(page_hashes: bytes, tokens: int, tokens_per_page: int) -> Keys:
+    """Return the keys of all whole pages of so many tokens. Raises InvalidInputError for another number of bytes."""
+    whole = tokens // tokens_per_page
+    if len(page_hashes) != whole * KEY_BYTES:
+        raise InvalidInputError(
+            f"page_hashes has {len(page_hashes)} bytes; {tokens} tokens are {whole} whole pages of {tokens_per_page}, whose keys "
+            f"have {whole * KEY_BYTES} bytes ({KEY_BYTES} each)"
+        )
+    return Keys(page_hashes)
+
+
+def end_differs(end_keys: Iterable[bytes]) -> bool:
+    """Return whether end keys are of different prompts; an empty one says nothing."""
+    return len({*end_keys} - {b""}) > 1

@@ -1,8 +1,8 @@
 """Every room of a daemon by its id, the callers that wait for one, and the receipts of ended rooms.
 
-One room id names one attempt at a time. A second admission of an open id is a conflict; after its end the id may be used again
-with a higher generation only, so that late messages of the first attempt can be told apart. An attempt that has ended for users
-may still wait for the proof that nobody touches its pages: it is kept beside its successor until then.
+One room id names one attempt at a time. A second admission of an open id is a conflict. After its end the id may be used again,
+with a higher generation only, so that late messages of the first attempt can be told apart. An attempt that has ended for users may
+still wait for the proof that nobody touches its pages: it is kept beside its successor until then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -33,25 +33,13 @@ LOOKED_AT = 1_000
 class RoomBook(Generic[RoomT]):
     """Every room of a daemon. Used from the event loop's thread only.
 
-    Iterating gives the rooms that are not done: deadlines, engines and peers look through them often. There are thousands of done
-    rooms, and they are found by their id only.
+    Iterating gives the rooms that are not done, through which deadlines, engines and peers look often. The thousands of done rooms
+    are found by their id only.
     """
 
-    def __init__(
-        self,
-        role: Role,
-        describe_state: Callable[[RoomT], RoomState],
-        *,
-        clock: Clock,
-        keep_s: float,
-        keep_rooms: int = 10_000,
-    ) -> None:
-        """`describe_state` maps a room to the state that users see; receipts are kept `keep_s`, `keep_rooms` at most."""
-        self.role = role
-        self._describe_state = describe_state
-        self._clock = clock
-        self._keep_s = keep_s
-        self._keep_rooms = keep_rooms
+    def __init__(self, role: Role, *, clock: Clock, keep_s: float, keep_rooms: int = 10_000) -> None:
+        """Receipts are kept `keep_s`, `keep_rooms` at most."""
+        self.role, self._clock, self._keep_s, self._keep_rooms = role, clock, keep_s, keep_rooms
         self._attempts: dict[int, list[RoomT]] = {}
         self._numbered: dict[int, RoomT] = {}
         """Every attempt by its number, so in the order of admission."""
@@ -99,7 +87,7 @@ class RoomBook(Generic[RoomT]):
         if room not in self._attempts:
             return
         known = self.get(room)
-        state = self._describe_state(known)
+        state = known.user_state
         if not state.final:
             raise ConflictError(
                 f"room {room} is already in flight here (generation {known.generation}, state '{state}')"
@@ -125,7 +113,7 @@ class RoomBook(Generic[RoomT]):
         for waiter in self._waiters.pop(room.room, []):
             if not waiter.done():
                 waiter.set_result(None)
-        state = self._describe_state(room)
+        state = room.user_state
         if state.final:
             self._open.pop(room, None)
         if state is room.shown:
@@ -139,7 +127,7 @@ class RoomBook(Generic[RoomT]):
         self.in_use[room.client] -= 1
         if not self.in_use[room.client]:
             del self.in_use[room.client]
-        state = self._describe_state(room)
+        state = room.user_state
         del self._live[room]
         self._open.pop(room, None)
         self._ended_states[state] += 1
@@ -232,7 +220,7 @@ class RoomBook(Generic[RoomT]):
             **room.about,
             **room.tokens,
             role=self.role,
-            state=self._describe_state(room),
+            state=room.user_state,
             client=room.client,
             peers=room.peers,
             host_tokens=room.host_tokens,
@@ -262,7 +250,7 @@ class RoomBook(Generic[RoomT]):
             room = self._numbered[numbers[place]]
             place += 1
             if (
-                (not query.state or self._describe_state(room) in query.state)
+                (not query.state or room.user_state in query.state)
                 and (query.client is None or room.client == query.client)
                 and (not query.peer or any(query.peer in {peer, peer.partition("/")[0]} for peer in room.peers))
             ):
@@ -274,7 +262,7 @@ class RoomBook(Generic[RoomT]):
         deadline_s = self._clock() + timeout_s
         while True:
             found = self.get(room)
-            state = self._describe_state(found)
+            state = found.user_state
             left_s = deadline_s - self._clock()
             if state in until or state.final or left_s <= 0:
                 return self.describe(found)
@@ -298,5 +286,5 @@ class RoomBook(Generic[RoomT]):
     def states(self) -> dict[str, int]:
         """Count rooms by the state that users see."""
         counts = Counter(self._ended_states)
-        counts.update(map(self._describe_state, self))
+        counts.update(room.user_state for room in self)
         return {state.value: count for state, count in counts.items() if count}

@@ -7,14 +7,14 @@ and quarantined. The room lets go of the cached pages when its own go back.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import structlog
 
 from kvbridge.config.limits import DaemonTimeouts
-from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import GROWING_SPACES, check_demand, joined_tables, pages_needed, request_tables
 from kvbridge.core.geometry.tiers import needs_checkpoints
@@ -70,10 +70,8 @@ class RoomPages:
     events: EventStream
     prefixes: PrefixCache | None = None
     """None: nothing is shared here, and rooms have no keys."""
-    computes: bool = False
+    computes: ClassVar[bool] = False
     """Prefill: an engine continues behind a prefix: it computes at least one token, and starts from the checkpoint there."""
-    always: frozenset[IndexSpace] = field(default_factory=frozenset)
-    """Spaces of which every room takes a page, where this node gives them out."""
 
     def needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
         """Return the pages to give out for `tokens` tokens. Raises InvalidInputError when the pools are too small for them."""
@@ -83,8 +81,8 @@ class RoomPages:
         self.book.require_possible(needed)
         if settings.adopted:
             needed = {space: count for space, count in needed.items() if space is IndexSpace.HOST}
-        for space in self.always.intersection(self.book.owned_spaces()):
-            needed.setdefault(space, 1)
+        if not self.computes and IndexSpace.REQUEST in self.book.owned_spaces():
+            needed.setdefault(IndexSpace.REQUEST, 1)  # a slot of the hot buffer, where the model's own state needs none
         return needed
 
     def reserve(self, room: Room[Any], demand: Mapping[IndexSpace, int]) -> None:
@@ -113,7 +111,7 @@ class RoomPages:
             for space, own in got.own.items()
         }
         room.tables = request_tables(geometry, both, prompt_tokens=room.prompt_tokens)
-        self._set_prefix(room, got)
+        self.set_prefix(room, got)
         hit_tokens = got.prefix_pages * geometry.tokens_per_page
         self.events.emit(
             PrefixMatched(
@@ -129,21 +127,6 @@ class RoomPages:
         """Return the keys whose pages a room can share. On prefill at least one token is left to compute."""
         return keys[: (prompt_tokens - self.computes) // self.settings.geometry.tokens_per_page]
 
-    def shorten(self, room: Room[Any], tokens: int) -> None:
-        """Prefill, before the room's pages are leased: shorten its prefix to so many tokens.
-
-        Raises CapacityError when there are no pages for the rest of the prefix, and NotFoundError when no engine can start there.
-        """
-        if self.prefixes is None:
-            return
-        geometry = self.settings.geometry
-        left = tokens // geometry.tokens_per_page
-        got = self.prefixes.shorten(room.owner, left, from_checkpoint=needs_checkpoints(geometry))
-        for space, ids in got.own.items():  # pages of its own, in the place of those that it read
-            both, shared = room.tables[space].ids, room.shared_pages[space]
-            room.tables[space] = PageTable(space, np.concatenate((both[: min(left, shared)], ids, both[shared:])))
-        self._set_prefix(room, got)
-
     def loaded(self, room: Room[Any], ranks: Iterable[Rank], said: Loaded, *, of: Collection[Rank]) -> bool:
         """Note that an engine has loaded a room's host pages on these ranks; return whether all ranks `of` the room have now."""
         load = room.load
@@ -154,16 +137,16 @@ class RoomPages:
         load.seconds = max(load.seconds, said.seconds)
         if not load.ranks.issuperset(of):
             return False
-        self._load_ended(room, bytes=load.bytes, busy_s=load.seconds, seconds=load.seconds)
+        self.load_ended(room, load.bytes, load.seconds)
         return True
 
-    def load_failed(self, room: Room[Any], reason: str) -> None:
-        """Note that an engine gives a room up, since it cannot load the room's pages from host memory."""
-        self._load_ended(room, bytes=0, busy_s=0, seconds=0, code=TransportError.code, reason=reason)
-
-    def _load_ended(self, room: Room[Any], **figures: Any) -> None:  # noqa: ANN401 - fields of the fact
+    def load_ended(
+        self, room: Room[Any], size_bytes: int = 0, seconds: float = 0.0, *, code: str = "", reason: str = ""
+    ) -> None:
+        """Tell that engines have loaded a room's pages from host memory, or why one cannot and gives the room up."""
         pages = room.host_tokens // self.settings.geometry.tokens_per_page
-        self.events.emit(CopyEnded(direction="load_back", pages=pages, **figures))
+        about = {"direction": "load_back", "code": code, "reason": reason}
+        self.events.emit(CopyEnded(**about, pages=pages, bytes=size_bytes, busy_s=seconds, seconds=seconds))
 
     def restored(self, room: Room[Any]) -> int:
         """Cache the pages that a room has loaded from host memory, by its engines' proof; return how many are new."""
@@ -178,7 +161,7 @@ class RoomPages:
             self.prefixes.keep_checkpoint(room.owner, page_count, checkpoint)
         return new
 
-    def _set_prefix(self, room: Room[Any], got: Admitted) -> None:
+    def set_prefix(self, room: Room[Any], got: Admitted) -> None:
         """Note the cached pages of a room whose tables are complete."""
         tokens = got.prefix_pages * self.settings.geometry.tokens_per_page
         if self.computes:

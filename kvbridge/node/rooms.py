@@ -13,15 +13,22 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from kvbridge.api.rooms import AdmissionRequest, DroppedObjects, DroppedPrefixes, RoomReport
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, KeyMismatchError, NotReadyError, PeerError
+from kvbridge.core.errors import (
+    BridgeError,
+    ConflictError,
+    DeadlineError,
+    KeyMismatchError,
+    NotReadyError,
+    PeerError,
+    TransportError,
+)
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.states import WITHDRAWN, RoomState
+from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.session.tables import Hearing, Meaning, Table
 from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Call, Claim, Pages, Restorable, RoomEvent
 from kvbridge.core.wire.messages import RoomMessage, to_wire
 from kvbridge.node.engines import AttachedEngine, Engines
-from kvbridge.node.prompt_keys import difference, keys_of
-from kvbridge.node.room import AdmittingEngine, Room
+from kvbridge.node.room import OVER_HTTP, AdmittingEngine, Room, keys_of
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.stored_prefixes import StoredPrefixes
@@ -79,14 +86,9 @@ class Rooms(ABC, Generic[RoomT]):
         self.workers, self.engines, self.events, self.store = parts.workers, parts.engines, parts.events, parts.store
         self.pages = pages
         self.clock = clock
-        self.book = RoomBook[RoomT](self.role, self.user_state, clock=clock, keep_s=settings.limits.room_keep_s)
+        self.book = RoomBook[RoomT](self.role, clock=clock, keep_s=settings.limits.room_keep_s)
 
     # ------------------------------------------------------------------ hooks of a role
-
-    @staticmethod
-    @abstractmethod
-    def user_state(room: RoomT) -> RoomState:
-        """Return the state that users see."""
 
     @staticmethod
     @abstractmethod
@@ -146,7 +148,7 @@ class Rooms(ABC, Generic[RoomT]):
         keys = keys_of(request.page_hashes, request.prompt_tokens, self.geometry.tokens_per_page)
         return keys if self.settings.shares_prefixes else NO_KEYS
 
-    def admit(self, request: AdmissionRequest, *, engine: AdmittingEngine | None = None) -> RoomReport:
+    def admit(self, request: AdmissionRequest, *, engine: AdmittingEngine = OVER_HTTP) -> RoomReport:
         """Reserve all or nothing. `engine`: the one that admits the room itself, if one does.
 
         Raises CapacityError, NotReadyError, ConflictError, InvalidInputError.
@@ -157,12 +159,9 @@ class Rooms(ABC, Generic[RoomT]):
             room=self.book.draw() if request.room is None else request.room,
             generation=request.generation,
             prompt_tokens=request.prompt_tokens,
-            prefix_tokens=0,
             max_new_tokens=request.max_new_tokens,
             client=request.client,
-            admitted_by=engine.name if engine else "",
-            prompt_digest=engine.prompt_digest if engine else b"",
-            held=engine.held if engine else False,
+            admitted_by=engine,
             state=self.table.start,
             created_s=self.clock(),
             ids=bound_ids(),
@@ -220,7 +219,10 @@ class Rooms(ABC, Generic[RoomT]):
     def miss(self, room: RoomT, limit: str) -> None:
         """Fail a room because nothing happened within `limit`."""
         room.missed = room.missed or limit
-        self.fail(room, DeadlineError.code, room.why_late(limit))
+        what = "no prefill engine has begun it in time"
+        if limit != room.begin_limit:
+            what = f"it has waited too long for {room.waits_for}"
+        self.fail(room, DeadlineError.code, f"{what} (limit: {limit})")
 
     def let_go(self, room: RoomT, engine: str) -> None:
         """Note that an engine does not use the pages of a room any more. Harmless for one that did not."""
@@ -251,10 +253,7 @@ class Rooms(ABC, Generic[RoomT]):
         """End the waits whose limit has passed, and forget old receipts."""
         now_s = self.clock()
         for room in self.book.due(now_s):
-            limit = room.late(now_s)
-            if limit:
-                if limit == room.begin_limit:
-                    room.begin_by_s = None
+            if limit := room.late(now_s):
                 self.late(room, limit)
         self.book.sweep()
 
@@ -342,7 +341,7 @@ class Rooms(ABC, Generic[RoomT]):
         room = self.book.used_by(engine.name, message.room)
         room.let_go(engine.name)
         if message.load_failed:
-            self.pages.load_failed(room, message.reason)
+            self.pages.load_ended(room, code=TransportError.code, reason=message.reason)
         reason = f"by the {self.role} engine: {message.reason}"
         if message.again:
             self.fail(room, WITHDRAWN, reason)
@@ -355,7 +354,7 @@ class Rooms(ABC, Generic[RoomT]):
         `end_keys`: as other engines of the room have stated them. Raises InvalidInputError, and the room goes on, when the room has
         keys and the engine states none, or another number.
         """
-        page, why = difference(room, said, self.geometry.tokens_per_page, end_keys=end_keys)
+        page, why = room.differing_page(said, self.geometry.tokens_per_page, end_keys)
         if why:
             why = f"the {self.role} engine's {why}"
             room.disputed_page = page

@@ -94,7 +94,6 @@ class StoredPrefixes:
         """None until there is memory to put and get."""
         self._spaces: tuple[tuple[IndexSpace, ...], ...] = ()
         """The spaces of each form, in the order in which orders name them."""
-        self._has_checkpoints = False
         self._numbers = count(1)
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         """By the first key that is fetched and the one before it: a key alone is not one namespace's."""
@@ -131,7 +130,6 @@ class StoredPrefixes:
         model = f"{settings.model_name}\n{settings.model_revision}\n{fingerprint(self._geometry)}"
         self.client = StoreClient(settings.store, forms, settings.store_limits, model=model, log_level=log_level)
         self._spaces = tuple(tuple(sorted({shared.region.space for shared in form})) for form in forms)
-        self._has_checkpoints = bool(ends)
         self.client.start()
         self._writer = asyncio.create_task(self._write_all(self.client), name="write prefixes to the store")
 
@@ -195,6 +193,10 @@ class StoredPrefixes:
             self._fetching[first] = task
             task.add_done_callback(lambda _: self._fetching.pop(first, None))
         await asyncio.shield(task)
+
+    @property
+    def _has_checkpoints(self) -> bool:
+        return len(self._spaces) > CHECKPOINTS
 
     def _usable(self, keys: Keys) -> int:
         return self._cache.restorable(keys) if self._has_checkpoints else self._cache.known(keys)

@@ -351,8 +351,8 @@ class World(SimulatedCalls):
         for owner in sorted(self.decoding):
             self.decode_request_ends(owner.room)
         for room in self.decode.book:
-            if room.admitted_by:
-                self.decode_verbs.abort(room.admitted_by, room.room, "enough")
+            if room.admitted_by.name:
+                self.decode_verbs.abort(room.admitted_by.name, room.room, "enough")
         for seconds in (130, 700, 130):
             self.clock.advance(seconds)
             self.tick()
@@ -394,7 +394,7 @@ class World(SimulatedCalls):
         assert not taken_for_lies, "both nodes keep to the protocol, whatever crosses"
         self.events.facts.clear()
         for rooms in (self.decode.book, prefill.service.book):
-            assert rooms.open() == [room for room in rooms if not rooms._describe_state(room).final]
+            assert rooms.open() == [room for room in rooms if not room.user_state.final]
         for room in self.decode.book:
             self._check_commit(room)
             if self.shares and room.owner in self.engines.in_use():

@@ -96,7 +96,7 @@ class SimulatedCalls:
         """Finish or abort (`again`: it will compute the room once more); on a room that is over either lets go of its pages."""
         ranks, using = (rank_of(engine),), self.prefill.engines.using[engine]
         mine = next((owner for owner in sorted(using) if owner.room == room), None)
-        if mine is not None and (held := self.prefill.service.book.find(*mine)) is not None and held.admitted_by:
+        if mine is not None and (held := self.prefill.service.book.find(*mine)) is not None and held.admitted_by.name:
             ranks = RANKS
         if well:
             try:
@@ -182,10 +182,10 @@ class SimulatedCalls:
             tables = found.tables
             if self.adopted:
                 tables, more = self.more_source(found, pages.stop)
-            ranks = RANKS if found.admitted_by else (rank,)
+            ranks = RANKS if found.admitted_by.name else (rank,)
             for written in ranks:
                 write(self.prefill.memory, written, tables, pages, self.labels(found))
-        ranks = RANKS if alive and found.admitted_by else (rank,)
+        ranks = RANKS if alive and found.admitted_by.name else (rank,)
         self.prefill.verbs.publish(engine, ranks, room, upto_token=upto, layers=layers, tables=more)
         if self.adopted and alive:
             self.prefill.pool.know(found.owner, self.prompt(found.owner, upto))

@@ -28,6 +28,10 @@ class RankProgress:
         """Whether the whole prompt is published on every layer."""
         return self.published_tokens == self.prompt_tokens
 
+    def held(self, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """Return those of some layers that the rank holds; None stays all of them."""
+        return None if layers is None else tuple(layer for layer in layers if layer in self._published)
+
     def publish(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
         """Record that the first `upto_token` tokens are final in memory, for some layers or for all. `check` was called before."""
         for layer in self.layers if layers is None else layers:

@@ -13,9 +13,8 @@ from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PathLost
 from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.decode.prefill_nodes import KnownNode
 from kvbridge.node.decode.verification import Verification
-from kvbridge.node.prompt_keys import Answer
-from kvbridge.node.room import Room, named
-from kvbridge.tier.keys import Keys
+from kvbridge.node.room import Room, StatedAnswer, named
+from kvbridge.tier.keys import NO_KEYS
 
 
 @dataclass(eq=False)
@@ -60,6 +59,18 @@ _WAITS_FOR = {
 }
 
 
+_OTHER_WORDS = {
+    DecodeState.AWAITING_PAGES: RoomState.ADMITTED,
+    DecodeState.INTENDED: RoomState.ADMITTED,
+    DecodeState.RESERVED: RoomState.ADMITTED,
+    DecodeState.VERIFYING: RoomState.TRANSFERRING,
+    DecodeState.FAILING: RoomState.FAILED,
+    DecodeState.FAILING_CLAIMED: RoomState.FAILED,
+    DecodeState.ABORTING_CLAIMED: RoomState.ABORTING,
+}
+_USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in DecodeState}
+
+
 @dataclass(eq=False)
 class DecodeRoom(Room[DecodeState]):
     """A room on the decode side."""
@@ -78,7 +89,7 @@ class DecodeRoom(Room[DecodeState]):
     """The ranks of the engines that have claimed the room."""
     released_by: set[str] = field(default_factory=set)
     """Engines that had claimed the room and do not read it any more."""
-    answers: dict[str, Answer | None] = field(default_factory=dict)
+    answers: dict[str, StatedAnswer | None] = field(default_factory=dict)
     """Accepted statements of engines about the generated answer, at their release; None: no statement."""
     answered_by: set[Rank] = field(default_factory=set)
     """The ranks of engines with a statement: the answer's rows are in their memory."""
@@ -99,6 +110,12 @@ class DecodeRoom(Room[DecodeState]):
     """Whether the engines of all writers that are done have stated the prompt that the room's keys name; else nothing is cached."""
     end_keys: set[bytes] = field(default_factory=set)
     """The end keys that engines on both sides have stated; an empty one: an engine stated none."""
+
+    @property
+    def user_state(self) -> RoomState:
+        if self.state is DecodeState.OFFERED and self.amounts:
+            return RoomState.TRANSFERRING
+        return _USER_STATE[self.state]
 
     @property
     def awaits_writers(self) -> bool:
@@ -150,7 +167,7 @@ class DecodeRoom(Room[DecodeState]):
     def lose(self, engine: str) -> bool:
         """Stop to expect an engine; return whether the room fails without it."""
         self.expected.pop(engine, None)
-        return engine in self.users or (engine == self.admitted_by and self.state in BEFORE_COMMIT)
+        return engine in self.users or (engine == self.admitted_by.name and self.state in BEFORE_COMMIT)
 
     def let_go(self, engine: str) -> None:
         if engine in self.users:
@@ -164,7 +181,7 @@ class DecodeRoom(Room[DecodeState]):
         return self.awaits_readers and not self.users
 
     @property
-    def answer(self) -> Answer | None:
+    def answer(self) -> StatedAnswer | None:
         """The statement that every engine which claimed the room has made; None while one is missing, or they differ."""
         said = set(self.answers.values())
         return said.pop() if len(said) == 1 and self.answers.keys() == self.claimed_by else None
@@ -183,7 +200,7 @@ class DecodeRoom(Room[DecodeState]):
         """Keep the fields of a receipt."""
         self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
-        self.keys, self.answers, self.load, self.end_keys = Keys(), {}, None, set()
+        self.keys, self.answers, self.load, self.end_keys = NO_KEYS, {}, None, set()
 
 
 def speaker_of(room: DecodeRoom | None, peer: str, message: FromPrefill | Digested | Verified) -> DecodeSpeaker | None:
@@ -206,22 +223,3 @@ def speaker_of(room: DecodeRoom | None, peer: str, message: FromPrefill | Digest
     if writer.drained:
         return DecodeSpeaker.HAS_DRAINED
     return DecodeSpeaker.WRITES if owing else DecodeSpeaker.IS_DONE
-
-
-_OTHER_WORDS = {
-    DecodeState.AWAITING_PAGES: RoomState.ADMITTED,
-    DecodeState.INTENDED: RoomState.ADMITTED,
-    DecodeState.RESERVED: RoomState.ADMITTED,
-    DecodeState.VERIFYING: RoomState.TRANSFERRING,
-    DecodeState.FAILING: RoomState.FAILED,
-    DecodeState.FAILING_CLAIMED: RoomState.FAILED,
-    DecodeState.ABORTING_CLAIMED: RoomState.ABORTING,
-}
-_USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in DecodeState}
-
-
-def user_state(room: DecodeRoom) -> RoomState:
-    """Return the state that users see: a failing room has failed for them, whatever is still to be cleaned up."""
-    if room.state is DecodeState.OFFERED and room.amounts:
-        return RoomState.TRANSFERRING
-    return _USER_STATE[room.state]

@@ -20,12 +20,11 @@ from kvbridge.core.wire.messages import Abort, Failed, Intend, Offer, PeerMessag
 from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
-from kvbridge.node.decode.room import ARRIVED, BEFORE_COMMIT, DecodeRoom, speaker_of, user_state
+from kvbridge.node.decode.room import ARRIVED, BEFORE_COMMIT, DecodeRoom, speaker_of
 from kvbridge.node.decode.verification import Verification
 from kvbridge.node.decode.writers import Writers
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.prompt_keys import Answer, answer_of
-from kvbridge.node.room import Quarantine, slowest
+from kvbridge.node.room import Quarantine, StatedAnswer
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.rooms import WORKER_GONE, RoomParts, Rooms
 from kvbridge.telemetry.facts import PagesDiffer, SparseDecoded
@@ -61,13 +60,12 @@ class DecodeRooms(Rooms[DecodeRoom]):
     ABORT, FAULT, OTHER_PROMPT = DecodeEvent.ABORT, DecodeEvent.FAULT, DecodeEvent.OTHER_PROMPT
     engine_words = _ENGINE_WORDS
     waits_for_engine = frozenset({DecodeState.AWAITING_PAGES, DecodeState.INTENDED, DecodeState.COMMITTED})
-    user_state, speaker_of = staticmethod(user_state), staticmethod(speaker_of)
+    speaker_of = staticmethod(speaker_of)
 
     def __init__(
         self, parts: RoomParts, settings: RoomSettings, nodes: PrefillNodes, fence: Fence, *, clock: Clock = monotonic
     ) -> None:
-        slots = frozenset({IndexSpace.REQUEST})  # of the hot buffer, where the model's own state needs none
-        pages = RoomPages(parts.book, settings, parts.events, parts.prefixes, always=slots)
+        pages = RoomPages(parts.book, settings, parts.events, parts.prefixes)
         super().__init__(parts, settings, pages, clock)
         self.nodes, self.fence = nodes, fence
         self.writers = Writers(self, nodes, fence)
@@ -96,7 +94,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             room.begin_within(request.begin_within_s, "begin_within_s")
         if not self.settings.adopted:
             self.advance(room, DecodeEvent.PAGES)
-        elif room.admitted_by:
+        elif room.admitted_by.name:
             room.wait_until(room.created_s + self.limits.handshake_s, "timeouts.handshake_s")
         else:
             room.wait_until(room.created_s + self.limits.pages_s, "timeouts.pages_s")
@@ -127,7 +125,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             own_s = {phase: seconds for phase, seconds in room.phases_s.items() if phase in PHASES[Role.DECODE]}
             self.phases_ended(room, own_s)
         # The wait goes on for the other engines of the node, and for pages that a router asked for.
-        goes_on = state is DecodeState.CLAIMED or (state is DecodeState.INTENDED and not room.admitted_by)
+        goes_on = state is DecodeState.CLAIMED or (state is DecodeState.INTENDED and not room.admitted_by.name)
         if limit := _LIMITS.get(state):
             room.wait_until(now_s + getattr(self.limits, limit), f"timeouts.{limit}")
         elif room.awaits_writers or room.awaits_readers:
@@ -269,7 +267,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             why = f"rank worker {message.rank} could not verify what has arrived: {message.error}"
             self.fail(room, message.error_code, why)
             return
-        slowest(room.phases_s, message.seconds)
+        room.add_phases(message.seconds)
         if not verification.answered(message.rank):
             return
         differing, why = verification.differences(room.tables)
@@ -299,7 +297,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         if not settings.adopted:
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
         if room.state not in {DecodeState.AWAITING_PAGES, DecodeState.INTENDED}:
-            raise ConflictError(f"room {room.room} does not wait for pages (state '{user_state(room)}')")
+            raise ConflictError(f"room {room.room} does not wait for pages (state '{room.user_state}')")
         if IndexSpace.HOST in tables:
             raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
         page = self.geometry.tokens_per_page
@@ -335,8 +333,8 @@ class DecodeRooms(Rooms[DecodeRoom]):
             )
         if room.state not in ARRIVED:
             if room.state in BEFORE_COMMIT:
-                raise ConflictError(f"room {room_id} is not committed yet (state '{user_state(room)}')")
-            raise RoomFailedError(f"room {room_id} is over ({user_state(room)}): {room.reason or 'released'}")
+                raise ConflictError(f"room {room_id} is not committed yet (state '{room.user_state}')")
+            raise RoomFailedError(f"room {room_id} is over ({room.user_state}): {room.reason or 'released'}")
         if engine.name in room.claimed_by:
             raise ConflictError(f"room {room_id} was already claimed by this engine")
         self.require_same_prompt(room, message, room.end_keys)
@@ -371,7 +369,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         """Return the room that an engine has claimed and not released. Raises ConflictError when it has not."""
         room = self.book.used_by(engine.name, room_id)
         if engine.name not in room.users:
-            raise ConflictError(f"room {room_id} is not claimed by this engine (state '{user_state(room)}')")
+            raise ConflictError(f"room {room_id} is not claimed by this engine (state '{room.user_state}')")
         return room
 
     def extend(self, engine: AttachedEngine, message: Extend) -> Pages:
@@ -398,7 +396,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         if message.sparse is not None:
             self.events.emit(SparseDecoded(**room.identity, rows=message.sparse.model_dump()))
         try:
-            said = answer_of(room, message.valid_tokens, message.page_hashes, self.geometry.tokens_per_page)
+            said = room.stated_answer(message.valid_tokens, message.page_hashes, self.geometry.tokens_per_page)
             if said is not None:
                 _check_answer(room, said)
                 room.answered_by.update(engine.ranks)
@@ -407,7 +405,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             self.let_go(room, engine.name)
 
 
-def _check_answer(room: DecodeRoom, said: Answer) -> None:
+def _check_answer(room: DecodeRoom, said: StatedAnswer) -> None:
     if said.valid_tokens > room.reserved_tokens:
         raise InvalidInputError(
             f"valid_tokens is {said.valid_tokens}, but the pages of room {room.room} hold {room.reserved_tokens} tokens"
@@ -426,8 +424,8 @@ def _about(room: DecodeRoom) -> dict[str, Any]:
     return {
         **room.about,
         "prompt_tokens": room.prompt_tokens,
-        "prompt_digest": room.prompt_digest,
-        "held": room.held,
+        "prompt_digest": room.admitted_by.prompt_digest,
+        "held": room.admitted_by.held,
     }
 
 

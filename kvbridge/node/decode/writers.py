@@ -32,8 +32,7 @@ from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Abort, Digests,
 from kvbridge.node.decode.fence import ALL, Fence
 from kvbridge.node.decode.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.decode.room import ASKED, DecodeRoom, FromPrefill, WriterNode
-from kvbridge.node.prompt_keys import end_differs
-from kvbridge.node.room import slowest
+from kvbridge.node.room import end_differs
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.pool.memory.layout import stage_layers
 from kvbridge.telemetry.facts import PromptNotKept, RankReceived, RoomRerouted
@@ -218,7 +217,7 @@ class Writers:
             why = f"{who} has computed another prompt than the one that was admitted here: {differs}"
             self._rooms.fail(room, KeyMismatchError.code, why)
             return
-        slowest(room.phases_s, message.phases_s)
+        room.add_phases(message.phases_s)
         self._rooms.events.emit(
             RankReceived(
                 **room.about,

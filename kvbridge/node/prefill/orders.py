@@ -14,10 +14,10 @@ from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire.messages import Digests, Done, PathLost, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, Digested, OpenRoom, Rerouted, RoomClosed, Send, Sent
 from kvbridge.node.prefill.room import FromRank, PrefillRoom, RankWork
-from kvbridge.node.room import Quarantine, slowest
+from kvbridge.node.room import Quarantine
 from kvbridge.node.rooms import WORKER_GONE
 from kvbridge.telemetry.facts import OrderBegan, OrderEnded, RoomRerouted
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import NO_KEYS
 
 if TYPE_CHECKING:
     from kvbridge.node.prefill.rooms import PrefillRooms
@@ -187,7 +187,7 @@ class Orders:
                 continue
             room.in_transit = room.in_transit or bool(work.outstanding)
             self._closed(room, rank)
-            room.keys = Keys()  # the worker's memory may be gone: nothing of the room is cached
+            room.keys = NO_KEYS  # the worker's memory may be gone: nothing of the room is cached
             self._rooms.fail(room, WORKER_GONE, f"rank worker {rank} of the prefill node died: {reason}")
 
     # ------------------------------------------------------------------ what the decode node is told
@@ -201,7 +201,7 @@ class Orders:
                 continue
             work.done = True
             room.amounts = add_amounts(room.amounts, work.amounts)
-            slowest(room.phases_s, work.phases_s)
+            room.add_phases(work.phases_s)
             about = {**room.about, "writer": rank}
             parts = list(work.digests.parts()) if work.digests is not None else []
             for number, part in enumerate(parts):

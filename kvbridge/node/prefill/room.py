@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvbridge.core.errors import ConflictError
@@ -16,7 +17,7 @@ from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Failed, Intend, Of
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, Rerouted, RoomClosed, Sent
 from kvbridge.node.room import Room, named
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import NO_KEYS
 
 
 @dataclass(eq=False)
@@ -71,10 +72,6 @@ class RankWork:
         """Return the intervals as ages, when no order is outstanding."""
         return tuple((now_s - began_s, now_s - ended_s) for began_s, ended_s in self.under_way_s)
 
-    def own_layers(self, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Return the layers of a publication that the rank holds; None stays all of them."""
-        return None if layers is None else tuple(layer for layer in layers if layer in self.progress.layers)
-
     def note_point(self, point: StreamPoint | None) -> None:
         """Keep the point at which a publication is final. The oldest of too many goes: later points of a GPU cover it."""
         if point is None:
@@ -82,6 +79,14 @@ class RankWork:
         self.after[point] = None
         if len(self.after) > MAX_POINTS:
             del self.after[next(iter(self.after))]
+
+
+_OTHER_WORDS = {
+    PrefillState.AWAITED: RoomState.ADMITTED,
+    PrefillState.SENDING: RoomState.TRANSFERRING,
+    PrefillState.FAILING: RoomState.FAILED,
+}
+_USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in PrefillState}
 
 
 @dataclass(eq=False)
@@ -111,8 +116,26 @@ class PrefillRoom(Room[PrefillState]):
     """The pages are given back; only the receipt is left."""
 
     @property
+    def user_state(self) -> RoomState:
+        if self.state is PrefillState.SENDING and not self.begun:
+            return RoomState.OFFERED
+        return _USER_STATE[self.state]
+
+    @property
     def first_peer(self) -> str:
         return self.peer
+
+    def start_work(self, layers: Mapping[Rank, tuple[int, ...]]) -> None:
+        """Begin the work of these ranks, or begin it anew, behind the tokens that are final from the start."""
+        self.ranks = {
+            rank: RankWork(RankProgress(held, prompt_tokens=self.prompt_tokens, computed_tokens=self.published_tokens))
+            for rank, held in layers.items()
+        }
+
+    @property
+    def asked_checkpoints(self) -> list[int]:
+        """The checkpoints that engines are asked to write, in tokens."""
+        return sorted(tokens for tokens in self.checkpoints if tokens < self.prompt_tokens)
 
     @property
     def published_tokens(self) -> int:
@@ -150,7 +173,7 @@ class PrefillRoom(Room[PrefillState]):
     def lose(self, engine: str) -> bool:
         """Return whether the engine has begun the room and not finished it: no other engine will."""
         unfinished = any(work.engine == engine and not work.finished for work in self.ranks.values())
-        return unfinished or engine in self.writing or engine == self.admitted_by
+        return unfinished or engine in self.writing or engine == self.admitted_by.name
 
     def let_go(self, engine: str) -> None:
         self.writing.discard(engine)
@@ -168,7 +191,7 @@ class PrefillRoom(Room[PrefillState]):
     def require_alive(self) -> None:
         """Raise ConflictError when the room is over, or is being stopped."""
         if self.over or self.stopping:
-            raise ConflictError(f"room {self.room} is over: {self.reason or user_state(self)}")
+            raise ConflictError(f"room {self.room} is over: {self.reason or self.user_state}")
 
     def require_begun(self, engine: str, ranks: tuple[Rank, ...]) -> None:
         """Raise ConflictError unless this engine has begun the room on these ranks."""
@@ -178,7 +201,7 @@ class PrefillRoom(Room[PrefillState]):
 
     def forget_details(self) -> None:
         """Keep the fields of a receipt."""
-        self.tables, self.ranks, self.destination, self.keys = {}, {}, (), Keys()
+        self.tables, self.ranks, self.destination, self.keys = {}, {}, (), NO_KEYS
         self.checkpoint, self.checkpoints, self.load = None, {}, None
 
 
@@ -201,18 +224,3 @@ def speaker_of(room: PrefillRoom | None, peer: str, message: FromDecode | FromRa
     if room is None or room.peer != peer:
         return PrefillSpeaker.OTHER_NODE
     return PrefillSpeaker.OFFERER if room.is_offered else PrefillSpeaker.INTENDER
-
-
-_OTHER_WORDS = {
-    PrefillState.AWAITED: RoomState.ADMITTED,
-    PrefillState.SENDING: RoomState.TRANSFERRING,
-    PrefillState.FAILING: RoomState.FAILED,
-}
-_USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in PrefillState}
-
-
-def user_state(room: PrefillRoom) -> RoomState:
-    """Return the state that users see: a failing room has failed for them, whatever is still to be cleaned up."""
-    if room.state is PrefillState.SENDING and not room.begun:
-        return RoomState.OFFERED
-    return _USER_STATE[room.state]

@@ -22,7 +22,6 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.pages import further_tables, joined_tables, tables_cover, tables_from_wire, tables_hold
 from kvbridge.core.ids import IndexSpace, Role, Tables
 from kvbridge.core.session.prefill import PREFILL_HEARS, PREFILL_TABLE, PrefillAction, PrefillEvent, PrefillState
-from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
@@ -37,13 +36,13 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer, PeerMessage
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.prefill.checkpoints import RoomCheckpoints
 from kvbridge.node.prefill.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.node.prefill.orders import Orders
-from kvbridge.node.prefill.room import Asking, FromDecode, PrefillRoom, RankWork, speaker_of, user_state
+from kvbridge.node.prefill.pages import PrefillPages
+from kvbridge.node.prefill.room import Asking, FromDecode, PrefillRoom, speaker_of
 from kvbridge.node.room import Quarantine, named
-from kvbridge.node.room_pages import RoomPages, RoomSettings
+from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.rooms import RoomParts, Rooms
 from kvbridge.telemetry.context import parse_traceparent
 from kvbridge.telemetry.facts import RoomBegun, RoomFinished, RoomOffered, RoomRejected
@@ -55,15 +54,15 @@ class PrefillRooms(Rooms[PrefillRoom]):
     role, room_type, table, hearing = Role.PREFILL, PrefillRoom, PREFILL_TABLE, PREFILL_HEARS
     ABORT, FAULT, OTHER_PROMPT = PrefillEvent.ABORT, PrefillEvent.FAULT, PrefillEvent.FAULT
     engine_words = {state: state.value for state in PREFILL_TABLE.final}  # noqa: RUF012 - a literal
-    user_state, speaker_of = staticmethod(user_state), staticmethod(speaker_of)
+    speaker_of = staticmethod(speaker_of)
+    pages: PrefillPages
 
     def __init__(
         self, parts: RoomParts, settings: RoomSettings, nodes: DecodeNodes, *, clock: Clock = monotonic
     ) -> None:
-        pages = RoomPages(parts.book, settings, parts.events, parts.prefixes, computes=True)
+        pages = PrefillPages(parts.book, settings, parts.events, parts.prefixes)
         super().__init__(parts, settings, pages, clock)
         self.nodes = nodes
-        self.checkpoints = RoomCheckpoints(pages)
         self.early = EarlyOffers(wait_s=self.limits.early_offer_s, clock=clock)
         self.orders = Orders(self)
         self.calls = {
@@ -84,15 +83,12 @@ class PrefillRooms(Rooms[PrefillRoom]):
         return self.pages.needed(request.prompt_tokens, request.prompt_tokens)
 
     def admitted(self, room: PrefillRoom, request: AdmissionRequest) -> None:
-        for rank, layers in self.workers.layers.items():
-            progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.published_tokens)
-            room.ranks[rank] = RankWork(progress)
-        if room.keys:
-            self.checkpoints.admitted(room)
+        room.start_work(self.workers.layers)
+        self.pages.reserve_checkpoints(room)
         room.wait_until(room.created_s + self.limits.offer_s, "timeouts.offer_s")
         if request.begin_within_s is not None:
             room.begin_within(request.begin_within_s, "begin_within_s")
-        elif not room.admitted_by:
+        elif not room.admitted_by.name:
             room.begin_within(self.limits.begin_s, "timeouts.begin_s")
         early = self.early.take(room.room, room.generation)
         if early is not None:
@@ -163,7 +159,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         room.concluded = True
         room.wait_until(None)
         try:
-            self.checkpoints.keep(room)
+            self.pages.keep_written(room)
         finally:
             self.pages.give_back(room)
             room.forget_details()
@@ -196,8 +192,9 @@ class PrefillRooms(Rooms[PrefillRoom]):
         room, meaning = self.look_up(peer, message, kind=message.type)
         match message:
             case Intend() | Offer() if meaning is Meaning.TURN_AWAY and room is not None:
-                state = user_state(room)
-                why = room.reason or f"the room is already {state} on the prefill side, for {named(room.peers)}"
+                why = (
+                    room.reason or f"the room is already {room.user_state} on the prefill side, for {named(room.peers)}"
+                )
                 self._refuse(peer, message, room.reason_code or ConflictError.code, why)
             case Intend() | Offer() if meaning is Meaning.TAKE and room is None:
                 self._take_early(peer, message)
@@ -227,7 +224,9 @@ class PrefillRooms(Rooms[PrefillRoom]):
 
     def _take(self, room: PrefillRoom, peer: str, message: Asking) -> None:
         try:
-            check_offer(message, self.geometry, prompt_tokens=room.prompt_tokens, prompt_digest=room.prompt_digest)
+            check_offer(
+                message, self.geometry, prompt_tokens=room.prompt_tokens, prompt_digest=room.admitted_by.prompt_digest
+            )
         except BridgeError as error:
             self._refuse(peer, message, error.code, str(error))
             if not isinstance(error, KeyMismatchError):  # the node for which the room is may still come
@@ -272,7 +271,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         """Say at which tokens an engine could start."""
         room = self.book.get(message.room)
         room.require_alive()
-        return Restorable(call=message.call, tokens=self.checkpoints.restorable(room))
+        return Restorable(call=message.call, tokens=self.pages.restorable(room))
 
     def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
         """Let an engine compute a room on its ranks. Raises ConflictError on a second begin.
@@ -304,7 +303,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
             )
         self._take_tables(room, tables, message.computed_tokens)
         if message.at_most is not None:
-            self.checkpoints.start_at_most(room, message.at_most)
+            self.pages.start_at_most(room, message.at_most)
         for attempt in earlier:
             self.let_go(attempt, engine.name)
         for rank in engine.ranks:
@@ -316,7 +315,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.show(room)
         self.orders.open(room)
-        return self.answer(message.call, room, **self.checkpoints.told(room))
+        return self.answer(message.call, room, **self.pages.told(room))
 
     def _take_tables(self, room: PrefillRoom, tables: Tables, computed_tokens: int) -> None:
         if not self.settings.adopted:
@@ -353,7 +352,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         room.require_alive()
         room.require_begun(engine.name, engine.ranks)
         upto_token, layers = message.upto_token, message.layers
-        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in engine.ranks}
+        chosen = {rank: room.ranks[rank].progress.held(layers) for rank in engine.ranks}
         unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
         if unknown:
             raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
@@ -402,7 +401,12 @@ class PrefillRooms(Rooms[PrefillRoom]):
                     f"room {room.room} cannot finish: rank {rank} has published {work.progress.published_tokens} "
                     f"of {room.prompt_tokens} tokens"
                 )
-        self.checkpoints.check(room, message.checkpoints)
+        unasked = sorted(set(message.checkpoints).difference(room.asked_checkpoints))
+        if unasked:  # the engine has written to pages that nobody gave it
+            raise InvalidInputError(
+                f"finish names checkpoints at {unasked} tokens of room {room.room} that `begin` did not ask for; it asked for "
+                f"{room.asked_checkpoints}"
+            )
         for rank in engine.ranks:
             work = room.ranks[rank]
             work.finished, work.written = True, not message.by_gpu

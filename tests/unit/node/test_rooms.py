@@ -33,18 +33,22 @@ class UsedRoom(Room):
         return self.using
 
     @property
+    def user_state(self) -> RoomState:
+        return self.state
+
+    @property
     def waits_for(self) -> str:
         return "somebody"
 
 
 def make_room(room: int = 1, generation: int = 1, state: object = OPEN, kind: type[Room] = UsedRoom) -> Room:
-    facts = {"prompt_tokens": 10, "prefix_tokens": 0, "max_new_tokens": 0, "client": "", "created_s": 0.0}
+    facts = {"prompt_tokens": 10, "max_new_tokens": 0, "client": "", "created_s": 0.0}
     return kind(room=room, generation=generation, state=state, **facts)
 
 
 def make_book(*rooms: Room, clock: ManualClock | None = None, **settings) -> RoomBook:
     settings = {"keep_s": 100.0} | settings
-    book = RoomBook(Role.DECODE, lambda room: room.state, clock=clock or ManualClock(), **settings)
+    book = RoomBook(Role.DECODE, clock=clock or ManualClock(), **settings)
     for room in rooms:
         book.add(room)
     return book
