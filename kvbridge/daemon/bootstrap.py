@@ -31,8 +31,8 @@ from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import Service
 from kvbridge.daemon.lifecycle import Traces
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.http.app import AppSettings
 from kvbridge.http.bootstrap_app import create_bootstrap_app
-from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY

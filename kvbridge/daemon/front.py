@@ -12,15 +12,15 @@ from kvbridge.config.loading import read_grants
 from kvbridge.core.clock import monotonic
 from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.http.app import AppSettings
 from kvbridge.http.connections import ConnectionLimits
-from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer, TlsFiles
 from kvbridge.processes import affordable
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.registry import Metrics
 
 
-async def open_http(
+def open_http(
     http: HttpConfig,
     build: Callable[[AppSettings], Application],
     secrets: SecretFiles,
@@ -40,9 +40,7 @@ async def open_http(
     tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
     connections = affordable(http.max_connections, "http.max_connections")
     limits = ConnectionLimits(request_s=http.max_request_s, connections=connections, seldom=seldom)
-    server = await HttpServer.start(
-        build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, limits=limits, tls=tls
-    )
+    server = HttpServer(build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, limits=limits, tls=tls)
     if tls is not None:
         pair = secrets.add("http.tls_certificate_file", (tls.certificate, tls.key), tls.read)
         pair.on_change = lambda _: server.use_certificate(tls)
@@ -80,7 +78,7 @@ class Service:
         shutdown_s: float,
     ) -> None:
         """Open the endpoint, and begin the daemon's works. Raises as `open_http` does."""
-        self._http = await open_http(http, build, self.secrets, self.seldom, shutdown_s=shutdown_s)
+        self._http = open_http(http, build, self.secrets, self.seldom, shutdown_s=shutdown_s)
         self._tasks = [asyncio.create_task(work(), name=work.__qualname__) for work in (self.secrets.run, *works)]
 
     async def failed(self) -> None:

@@ -31,8 +31,8 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.status import NodeOverview, Peers
+from kvbridge.http.app import AppSettings
 from kvbridge.http.daemon_app import create_daemon_app
-from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.rooms import Rooms
@@ -82,9 +82,7 @@ class NodeDaemon:
         parts.workers.open(parts.identity.incarnation)
         parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, parts.engines)
         self._open_peers()
-        self._http = await open_http(
-            config.http, self._app, self._secrets, parts.seldom, shutdown_s=self._closing_part_s
-        )
+        self._http = open_http(config.http, self._app, self._secrets, parts.seldom, shutdown_s=self._closing_part_s)
         self._background(self._http.wait_ended(), "http")
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")

@@ -39,7 +39,7 @@ from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
-from kvbridge.http.page import Document
+from kvbridge.http.app import Document
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry import metrics as m

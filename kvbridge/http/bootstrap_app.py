@@ -1,4 +1,4 @@
-"""The endpoint of bootstrap."""
+"""The HTTP API of bootstrap."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.prefixes import Namespaces
-from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
-from kvbridge.http.page import Document
+from kvbridge.http.app import AppSettings, Document, StatusPort, assemble_app
 from kvbridge.http.requests import (
     CREATED,
     LEFT,
@@ -69,8 +68,7 @@ def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter
     async def pair_request(request: Request) -> Response:
         """Pair a request and reserve both ends, at once or within its `wait_s`.
 
-        503 with Retry-After when no pair can take it; nothing is kept then, nor when the caller closes the connection while it
-        waits.
+        503 with Retry-After when no pair can take it. Nothing is kept then, nor when the caller hangs up while it waits.
         """
         return await create(request, PairRequest, pair, lambda late: pairing.cancel(late.room, LEFT))
 

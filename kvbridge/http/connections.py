@@ -1,8 +1,8 @@
 """One HTTP connection: how long its caller may take, and when its requests are read.
 
 uvicorn has no limit on the time of a request, and reads every readable socket in turn. A thousand callers would then get a thousand
-times what one engine gets, and rooms under way would stop while new ones are refused. Here the loop looks at all sockets again
-between two requests, and a request for which too many wait is answered 503 before it is read.
+times the processor time of one engine, and rooms under way would stop while new ones are refused. Here the loop looks at all
+sockets again between two requests, and a request behind too many others is answered 503 before it is read.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ HEAD_BYTES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Limits that hold for every caller, with or without a token: `http.max_request_s` and `http.max_connections`."""
+    """Limits for every caller, with or without a token: `http.max_request_s` and `http.max_connections`."""
 
     request_s: float
-    """From the connection, or the first byte after an answer, to the last byte of a request. The TLS handshake may take as long
-    before that. A caller must also take some of its answer within this time."""
+    """From the connection, or the first byte after an answer, to the last byte of a request. The TLS handshake before it may take
+    as long. A caller must also take some of its answer within this time."""
     connections: int
     seldom: Seldom
-    """The daemon's filter of log lines: it keeps lines about callers few."""
+    """Keeps the log lines about callers few."""
 
 
 def refusal(why: str) -> bytes:
@@ -70,9 +70,9 @@ class Line(Enum):
 
 
 LONGEST_WAIT_S = {Line.OTHER: 1.0, Line.CREATES: 0.1}
-"""A line of MOST_WAITING callers whose first has waited this long takes nobody more, so a burst or a pause of the process turns
-nobody away. A refused POST is told to stay away for 0.1 s at least (`admission.retry_after_min_s`), so waiting longer for a refusal
-helps nobody. Health checks usually give up after 1 s."""
+"""A line of MOST_WAITING callers turns others away once its first caller has waited this long, so a burst or a pause of the process
+turns nobody away. A refused POST is told to stay away for 0.1 s at least (`admission.retry_after_min_s`), so waiting longer for a
+refusal helps nobody. Health checks usually give up after 1 s."""
 TOO_MANY_WAIT = {
     line: refusal(
         f"{MOST_WAITING} requests or more wait here to be read, the first of them for {wait_s:g} s already: this daemon is asked "
@@ -87,8 +87,7 @@ class Turns:
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Clock = monotonic) -> None:
         """`call_soon(do)` calls `do` when the loop has looked at its sockets once more."""
-        self._call_soon = call_soon
-        self._clock = clock
+        self._call_soon, self._clock = call_soon, clock
         self._lines: dict[Line, deque[tuple[float, Callable[[], None]]]] = {line: deque() for line in Line}
         self._taken = False
 
@@ -117,12 +116,11 @@ class _Timer:
     """Calls `late` when the limit has passed since `start`, unless it is stopped."""
 
     def __init__(self, limit_s: float, late: Callable[[], None]) -> None:
-        self._limit_s = limit_s
-        self._late = late
+        self._limit_s, self._late = limit_s, late
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start, unless it runs already."""
+        """Start, unless the timer runs already."""
         if self._handle is None:
             self._handle = asyncio.get_running_loop().call_later(self._limit_s, self._late)
 
@@ -144,12 +142,10 @@ class BoundedProtocol(H11Protocol):
         when_ended: Callable[[], None],
     ) -> None:
         super().__init__(config, state, {})
-        self._limits = limits
-        self._turns = turns
-        self._when_ended = when_ended
+        self._limits, self._turns, self._when_ended = limits, turns, when_ended
         self._ended = False
         self._unread = b""
-        """Bytes that have arrived and that h11 has not been given."""
+        """Bytes that have arrived and that h11 has not got yet."""
         self._waits = False
         """Whether this connection waits for its turn."""
         self._late = False
@@ -196,7 +192,7 @@ class BoundedProtocol(H11Protocol):
             self._expect_end()
 
     def _line(self) -> Line | None:
-        """Return where this connection waits. None: nobody can say yet what is asked, or an answer is to be sent first."""
+        """Return where this connection waits. None: the request is not known yet, or an answer has to be sent first."""
         if self.conn.their_state is h11.SEND_BODY:
             return Line.GOES_ON
         if self.conn.our_state is not h11.IDLE or self.conn.their_state is not h11.IDLE:
@@ -214,7 +210,7 @@ class BoundedProtocol(H11Protocol):
         return Line.CREATES if head.startswith(b"POST ") else Line.OTHER
 
     def take_turn(self) -> None:
-        """Read what has arrived. Nothing is begun for a caller that has hung up meanwhile."""
+        """Give h11 what has arrived. Nothing is begun for a caller that has hung up meanwhile."""
         data, self._unread, self._waits = self._unread, b"", False
         if self._ended or self.transport.is_closing():
             return

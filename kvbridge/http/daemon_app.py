@@ -1,4 +1,4 @@
-"""The endpoint of a prefill or decode daemon."""
+"""The HTTP API of a prefill or decode daemon."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvbridge.core.errors import InvalidInputError, StaleError
 from kvbridge.core.ids import FrozenModel, Positive
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
-from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
-from kvbridge.http.page import Document
+from kvbridge.http.app import AppSettings, Document, StatusPort, assemble_app
 from kvbridge.http.requests import CREATED, LEFT, REQUESTS, RoomPath, create, plain_post, while_connected
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.rooms import Rooms
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 GenerationQuery = Annotated[int | None, Query(ge=1, description="Of this attempt, not of the newest.")]
+ReasonQuery = Annotated[str, Field(max_length=1_000, description="Told to everybody who asks why the room ended.")]
 
 
 class Waiting(FrozenModel, defer_build=False):
@@ -35,19 +35,17 @@ class Waiting(FrozenModel, defer_build=False):
 class Cancellation(FrozenModel, defer_build=False):
     """Query of a cancellation."""
 
-    reason: Annotated[str, Field(max_length=1_000, description="Told to everybody who asks why the room ended.")] = (
-        "cancelled by its client"
-    )
+    reason: ReasonQuery = "cancelled by its client"
     generation: Annotated[Positive | None, Field(description="Cancel this generation only.")] = None
 
 
 class Dropping(FrozenModel, defer_build=False):
-    """Query of a drop of prefixes, which drops those in memory in any case."""
+    """Query of a drop of prefixes. Those in memory are dropped in any case."""
 
     store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"
 
 
-def create_daemon_app(  # noqa: C901, PLR0913 - one small function a route; each argument is a part of the node
+def create_daemon_app(  # noqa: PLR0913 - each is a part of the node
     *,
     admission: AdmissionController,
     rooms: Rooms[Any],
@@ -57,19 +55,30 @@ def create_daemon_app(  # noqa: C901, PLR0913 - one small function a route; each
     page: Callable[[], Document],
     begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
-    """Build the application of a daemon; it holds no state of its own. `timeline_of` is given a room and a generation."""
+    """Build the application of a daemon; it holds no state of its own. `timeline_of` gets a room and a generation."""
+    routers = [_rooms_router(admission, rooms, settings, timeline_of, begin_trace), _prefixes_router(rooms)]
+    title, bodies = f"kvbridge {rooms.role} daemon", (AdmissionRequest,)
+    return assemble_app(title, routers, bodies, status=status, kind=NodeStatus, settings=settings, page=page)
+
+
+def _rooms_router(
+    admission: AdmissionController,
+    rooms: Rooms[Any],
+    settings: AppSettings,
+    timeline_of: Callable[[int, int | None], RoomTimeline],
+    begin_trace: BeginTrace,
+) -> APIRouter:
     router = APIRouter(prefix=REQUESTS, tags=["requests"])
-    prefixes = APIRouter(prefix="/v1/prefixes", tags=["operations"])
 
     async def admit(request: AdmissionRequest, may_name: Namespaces) -> RoomReport:
         TRACE.set(begin_trace(TRACE.get()))
         return await admission.admit(request, may_name)
 
     async def admit_room(request: Request) -> Response:
-        """Reserve for a request, at once or within its `wait_s`.
+        """Reserve pages for a request, at once or within its `wait_s`.
 
         503 with Retry-After when it does not fit, 429 when its client has as much as it may, 403 for a namespace that its token
-        may not name; nothing is kept then, nor when the caller closes the connection while it waits.
+        may not name. Nothing is kept then, nor when the caller closes the connection while it waits.
         """
         return await create(request, AdmissionRequest, admit, lambda late: rooms.cancel(late.room, LEFT))
 
@@ -103,25 +112,23 @@ def create_daemon_app(  # noqa: C901, PLR0913 - one small function a route; each
 
     @router.get("/{room}/timeline")
     async def get_room_timeline(room: RoomPath, generation: GenerationQuery = None) -> RoomTimeline:
-        """Return what happened to a room on this node, while it is open and for a while after its end."""
+        """Return the events of a room on this node, while it is open and for a while after its end."""
         return timeline_of(room, generation)
 
-    @prefixes.delete("")
+    return router
+
+
+def _prefixes_router(rooms: Rooms[Any]) -> APIRouter:
+    router = APIRouter(prefix="/v1/prefixes", tags=["operations"])
+
+    @router.delete("")
     async def drop_prefixes(asked: Annotated[Dropping, Query()]) -> DroppedPrefixes:
         """Forget every cached prefix, of all namespaces: keys do not tell whose they are.
 
-        Requests find none from now on; rooms under way keep the pages that they read. 409 where no prefixes are kept. What the
-        store below host memory has of this model is dropped, too, also what other nodes have put there; `store` in the answer
-        says whether that was done. What other nodes have in memory is theirs: ask each of them first.
+        Requests find none from now on; rooms under way keep the pages that they read. 409 where no prefixes are kept. Objects of
+        this model in the store below host memory are dropped as well, also those that other nodes have written; `store` in the
+        answer says whether that was done. Other nodes keep the prefixes in their memory: ask each of them first.
         """
         return await rooms.drop_prefixes(stored=asked.store == "drop")
 
-    return assemble_app(
-        f"kvbridge {rooms.role} daemon",
-        [router, prefixes],
-        (AdmissionRequest,),
-        status=status,
-        kind=NodeStatus,
-        settings=settings,
-        page=page,
-    )
+    return router

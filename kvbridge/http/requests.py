@@ -1,24 +1,33 @@
-"""How routes read requests and answer them, and what becomes of work whose caller hangs up."""
+"""How routes read requests, answer them and tell errors, and what becomes of work whose caller hangs up.
+
+An error is a problem (RFC 9457). A malformed request answers 400 `invalid_input` with each fault, never 422.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeVar
 
+import structlog
 from fastapi import APIRouter, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.api.problems import PROBLEM_TYPE, Problem, make_problem, problem_of
+from kvbridge.core.errors import BridgeError, ConflictError, InvalidInputError
 from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.prefixes import Namespaces
-from kvbridge.http.problems import FORESEEN, answer_error
+
+log = structlog.get_logger(__name__)
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 ResultT = TypeVar("ResultT")
@@ -30,16 +39,74 @@ CREATED: dict[int | str, dict[str, Any]] = {
     201: {"headers": {"Location": {"description": "The path of what was made.", "schema": {"type": "string"}}}}
 }
 RoomPath = Annotated[RoomId, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
+MAX_FAULTS = 20
+FORESEEN = (BridgeError, RequestValidationError, HTTPException)
+"""The errors that are problems; `Entrance` answers the others."""
+METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
+_STATUS_CODES = {
+    400: InvalidInputError.code,
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+
+
+def problem_response(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:
+    """Turn a problem into a response, with Retry-After where it has one."""
+    all_headers = dict(headers or {})
+    if problem.retry_after_s is not None:
+        all_headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
+    body = problem.model_dump_json(exclude_none=True)
+    return Response(body, status_code=problem.status, headers=all_headers, media_type=PROBLEM_TYPE)
+
+
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Return the problem response of an error that is one of `FORESEEN`."""
+    path, headers = request.url.path, None
+    if isinstance(error, BridgeError):
+        if error.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            log.error("request_failed", path=path, code=error.code, exc_info=error)
+        return problem_response(problem_of(error, path))
+    if isinstance(error, RequestValidationError):
+        faults = [_fault(found) for found in error.errors()]
+        more = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+        return problem_response(problem_of(InvalidInputError("; ".join([*faults[:MAX_FAULTS], *more])), path))
+    assert isinstance(error, HTTPException)
+    code, detail, headers = _STATUS_CODES.get(error.status_code, "http_error"), str(error.detail), error.headers
+    if code == "not_found":
+        detail = f"no route {path}; see /openapi.json"
+    if code == "method_not_allowed":
+        detail = f"{request.method} is not allowed on {path}"
+        headers = {"Allow": ", ".join(method for method in METHODS if _takes(request, method))}
+    return problem_response(make_problem(code, error.status_code, detail, path=path), headers)
+
+
+def _fault(found: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in found["loc"])
+    if found["type"] == "json_invalid":
+        return f"body: not valid JSON: {found['ctx']['error']}"
+    if found["type"] == "extra_forbidden" and found["loc"][-1] == "prefix_tokens":
+        return f"{where}: unknown field; only decode's engine tells its node how much of a prompt decode already holds"
+    value = found.get("input")
+    got = f", got {value!r}" if isinstance(value, (str, int, float)) and len(str(value)) <= 80 else ""
+    return f"{where}: {str(found['msg']).removeprefix('Value error, ')}{got}"
+
+
+def _takes(request: Request, method: str) -> bool:
+    """Return whether any route of the path takes a method: the framework looks at the first route only."""
+    asked = {**request.scope, "method": method}
+    return any(route.matches(asked)[0] is Match.FULL for route in request.app.routes)
 
 
 class PlainRoute(APIRoute):
-    """A route that is called as a plain Starlette endpoint: the request, and what the path names as strings.
+    """A route whose endpoint is called as Starlette's: with the request, and with the path's parameters as strings.
 
-    FastAPI only describes the route. Reading the arguments of a room's request would cost most of the time of the request.
+    FastAPI only describes the route. Its reading of the arguments would cost most of the time of a request for a room.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what is called with each request."""
+        """Return the function that is called with each request."""
 
         async def handle(request: Request) -> Response:
             made: Response = await self.endpoint(request, **request.path_params)
@@ -49,7 +116,7 @@ class PlainRoute(APIRoute):
 
 
 class Shortcut:
-    """The innermost middleware: a POST to a plain route without parameters passes no routing, which costs as much as admission."""
+    """The innermost middleware: a POST to a plain route without parameters skips routing, which costs as much as admission."""
 
     def __init__(self, app: ASGIApp, *, routes: Iterable[BaseRoute]) -> None:
         self._app = app
@@ -65,7 +132,7 @@ class Shortcut:
         request = Request(scope, receive)
         try:
             response = await route.endpoint(request)
-        except tuple(FORESEEN) as error:
+        except FORESEEN as error:
             response = await answer_error(request, error)
         await response(scope, receive, send)
 
@@ -97,7 +164,7 @@ def json_response(answer: BaseModel, status: int = 200, headers: dict[str, str] 
 
 
 def describes(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return what a route says of a body that `read_body` reads; the application names the model among its `bodies`."""
+    """Return the description of a body that `read_body` reads; the application names the model among its `bodies`."""
     reference = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {"requestBody": {"required": True, "content": {"application/json": reference}}}
 
@@ -105,7 +172,7 @@ def describes(kind: type[BaseModel]) -> dict[str, Any]:
 async def read_body(
     request: Request, kind: type[ModelT], *, extra: Literal["ignore", "forbid"] | None = None
 ) -> ModelT:
-    """Return a JSON body as a `kind`, without turning texts into numbers. `extra`: what becomes of unknown fields."""
+    """Return a JSON body as a `kind`, without turning texts into numbers. `extra`: whether unknown fields are refused."""
     if "json" not in request.headers.get("content-type", ""):
         raise InvalidInputError("send the body as JSON with Content-Type: application/json")
     try:
@@ -123,9 +190,9 @@ async def create(
     make: Callable[[Any, Namespaces], Coroutine[Any, Any, Any]],
     undo: Callable[[Any], Awaitable[object]],
 ) -> Response:
-    """Answer a request for a room with 201 and what `make` returned.
+    """Answer a request for a room with 201 and the document that `make` returned.
 
-    `make` is given the body and the namespaces that the caller may name. `undo` is given what was made, when the caller has left.
+    `make` gets the body and the namespaces that the caller may name. `undo` gets the document, when the caller has left meanwhile.
     """
     if request.scope["query_string"]:
         name = next(iter(request.query_params), "")
@@ -141,9 +208,8 @@ async def while_connected(
     work: Coroutine[Any, Any, ResultT],
     undo: Callable[[ResultT], Awaitable[object]] | None = None,
 ) -> ResultT:
-    """Return what `work` returns. When the caller closes the connection first, cancel the work, or `undo` its result."""
-    working = asyncio.ensure_future(work)
-    closed = asyncio.ensure_future(_closed(connection))
+    """Return the result of `work`. When the caller closes the connection first, cancel the work, or `undo` its result."""
+    working, closed = asyncio.ensure_future(work), asyncio.ensure_future(wait_closed(connection.receive))
     try:
         await asyncio.wait({working, closed}, return_when=asyncio.FIRST_COMPLETED)
         left = closed.done()
@@ -162,6 +228,7 @@ def _left() -> ConflictError:
     return ConflictError("the caller closed the connection while it waited")
 
 
-async def _closed(connection: Request) -> None:
-    while (await connection.receive())["type"] != "http.disconnect":
+async def wait_closed(receive: Receive) -> None:
+    """Return when the caller has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""The endpoint of the router: the OpenAI API, passed through.
+"""The HTTP API of the router: OpenAI's API, passed through.
 
-Errors of these routes have the form that OpenAI's clients read. After a stream's first byte an error can only be told inside the
-stream: as an event with an error, and without the `[DONE]` that stands for a whole answer. Any other answer that breaks is cut off.
+Errors of these routes have the form that OpenAI's clients read. After a stream's first byte an error is an event inside the stream,
+and the stream ends without the `[DONE]` of a whole answer. Any other answer that breaks is cut off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvbridge.api.status import RouterStatus
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
-from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
+from kvbridge.http.app import AppSettings, StatusPort, assemble_app
+from kvbridge.http.requests import wait_closed
 from kvbridge.router.bodies import Asked
 from kvbridge.router.exchange import EVENT_END, Router
 from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER
@@ -56,13 +57,12 @@ def _passed_on(headers: Headers) -> dict[str, str]:
     for name, value in passed.items():
         if not value.isascii():
             raise InvalidInputError(
-                f"header {name} has a byte beyond ASCII, which no server could be sent: leave it out"
+                f"header {name} has a byte beyond ASCII, and servers cannot be sent such a header: leave it out"
             )
     return passed | {REQUEST_ID_HEADER: REQUEST_ID.get()}
 
 
 def _openai_error(error: BridgeError) -> Response:
-    """Answer an error as OpenAI's clients expect it."""
     # Our own words for a server's failure: 400 would say that the client is wrong.
     code = PeerError.http_status if isinstance(error, PeerError) else error.http_status
     headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if isinstance(error, CapacityError) else None
@@ -74,7 +74,7 @@ def _document(error: BridgeError, code: int) -> dict[str, Any]:
 
 
 class _PassedThrough(Response):
-    """An answer as it comes, while its client is there and the router stays."""
+    """Passes an answer on piece by piece, until its client leaves or the router ends."""
 
     def __init__(self, router: Router, request: Request) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class _PassedThrough(Response):
 
     async def _pass_through(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
         passing = asyncio.create_task(self._pass(asked, send))
-        others = {asyncio.create_task(_left(receive)), asyncio.create_task(self._router.cut_off.wait())}
+        others = {asyncio.create_task(wait_closed(receive)), asyncio.create_task(self._router.cut_off.wait())}
         try:
             await asyncio.wait({passing, *others}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -143,7 +143,7 @@ class _PassedThrough(Response):
             ) from None
 
     async def _fail(self, error: BridgeError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell the client, as far as that is possible still."""
+        """Tell the client of an error, as far as that is still possible."""
         if not self._begun:
             await _openai_error(error)(scope, receive, send)
         elif self._stream:
@@ -151,8 +151,3 @@ class _PassedThrough(Response):
             piece = event if self._between_events else EVENT_END + event
             await self._send(send, {"type": "http.response.body", "body": piece, "more_body": False})
         # Else the server closes the connection of an answer that was not sent to its end.
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -14,7 +14,6 @@ import ssl
 from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
-from typing import Self
 
 import structlog
 import uvicorn
@@ -47,7 +46,7 @@ class TlsFiles:
     key: Path
 
     def read(self) -> tuple[bytes, bytes]:
-        """Return both files' content. Raises UnavailableError when they cannot be used, alone or together."""
+        """Return the content of both files. Raises UnavailableError when they cannot be used, alone or together."""
         self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         return self.certificate.read_bytes(), self.key.read_bytes()
 
@@ -61,22 +60,24 @@ class TlsFiles:
 
 
 class HttpServer:
-    """A running server. Made by `start`; ends by `stop`, which may be called again."""
+    """A server that listens and serves in a task of the running loop, until `stop`."""
 
     def __init__(
         self,
-        config: uvicorn.Config,
-        listener: socket.socket,
-        limits: ConnectionLimits,
-        tls: ssl.SSLContext | None,
+        app: ASGIApp,
         *,
+        host: str,
+        port: int,
         shutdown_s: float,
+        limits: ConnectionLimits,
+        tls: TlsFiles | None = None,
     ) -> None:
-        self._config = config
-        self._listener = listener
-        self._limits = limits
-        self._tls = tls
-        self._shutdown_s = shutdown_s
+        """Port 0 takes a free one; `shutdown_s` bounds `stop`. Raises ConfigError for an address or a TLS file that is wrong."""
+        self._tls = tls.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) if tls else None
+        self._config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off", ws="none")
+        self._config.load()
+        self._listener = _listen(host, port)
+        self._limits, self._shutdown_s = limits, shutdown_s
         self._loop = asyncio.get_running_loop()
         self._turns = Turns(self._loop.call_soon)
         self._refusal = refusal(
@@ -89,36 +90,16 @@ class HttpServer:
         self._handshakes: set[asyncio.Task[None]] = set()
         self._tell_date()
         self._accepting = self._loop.create_task(self._accept(), name="http-server")
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if listener.family is socket.AF_INET6 else host
-        self.url = f"{'https' if tls else 'http'}://{shown}:{port}"
+        bound, real_port = self._listener.getsockname()[:2]
+        shown = f"[{bound}]" if ":" in bound else bound
+        self.url = f"{'https' if tls else 'http'}://{shown}:{real_port}"
         """The bound address, with the real port: `http://127.0.0.1:40123`."""
 
     def __repr__(self) -> str:
         return f"HttpServer({self.url}, {'ended' if self._accepting.done() else 'serving'})"
 
-    @classmethod
-    async def start(
-        cls,
-        app: ASGIApp,
-        *,
-        host: str,
-        port: int,
-        shutdown_s: float,
-        limits: ConnectionLimits,
-        tls: TlsFiles | None = None,
-    ) -> Self:
-        """Listen and serve in a task of the running loop; port 0 takes a free one.
-
-        `shutdown_s` bounds `stop`. Raises ConfigError when the address cannot be listened on or a TLS file is wrong.
-        """
-        context = tls.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) if tls else None
-        config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off", ws="none")
-        config.load()
-        return cls(config, _listen(host, port), limits, context, shutdown_s=shutdown_s)
-
     def use_certificate(self, tls: TlsFiles) -> None:
-        """Show the certificate that is in the files now to whoever connects from now on."""
+        """Show the present certificate of the files to new connections."""
         if self._tls is not None:
             tls.load(self._tls)
 
@@ -129,7 +110,7 @@ class HttpServer:
             self._accepting.result()
 
     async def stop(self) -> None:
-        """Accept nothing more, let requests in progress end, and cut them off after `shutdown_s` seconds."""
+        """Accept nothing more, let requests in progress end, and cut them off after `shutdown_s` seconds. May be called again."""
         for task in (self._accepting, *self._handshakes):
             task.cancel()
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
@@ -186,7 +167,7 @@ class HttpServer:
         if self._limits.seldom.admits("connection_refused"):
             log.warning("connection_refused", open=self._open, limit="http.max_connections")
         with connection, contextlib.suppress(OSError):  # the caller has left, or has not sent anything yet
-            if self._tls is None:  # a handshake would cost more than what is refused
+            if self._tls is None:  # a handshake would cost more than the refused request
                 connection.send(self._refusal)
                 connection.recv(REQUEST_READ_BYTES)
 

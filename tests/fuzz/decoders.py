@@ -37,7 +37,7 @@ from kvbridge.core.wire.codec import (
     unpack_rank,
 )
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
-from kvbridge.http.problems import problem_response
+from kvbridge.http.requests import problem_response
 from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.tier.stores import base as store_wire
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb

@@ -77,7 +77,7 @@ class OpenAiServer:
         self._drawn = 0
 
     async def start(self, port: int = 0) -> None:
-        self._server = await HttpServer.start(self, host="127.0.0.1", port=port, shutdown_s=5.0, limits=limits())
+        self._server = HttpServer(self, host="127.0.0.1", port=port, shutdown_s=5.0, limits=limits())
 
     async def stop(self) -> None:
         if self._server is not None:

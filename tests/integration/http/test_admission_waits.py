@@ -58,7 +58,7 @@ def rooms() -> SlowRooms:
 
 @pytest_asyncio.fixture
 async def server(rooms: SlowRooms) -> AsyncIterator[HttpServer]:
-    started = await HttpServer.start(daemon_app(rooms), host="127.0.0.1", port=0, shutdown_s=5.0, limits=limits())
+    started = HttpServer(daemon_app(rooms), host="127.0.0.1", port=0, shutdown_s=5.0, limits=limits())
     yield started
     await started.stop()
 

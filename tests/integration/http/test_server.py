@@ -32,7 +32,7 @@ TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem
 async def serve(
     rooms: FakeRooms, *, shutdown_s: float = 5.0, host: str = "127.0.0.1", port: int = 0, **more: object
 ) -> HttpServer:
-    return await HttpServer.start(
+    return HttpServer(
         daemon_app(rooms, tokens=("t",)), host=host, port=port, shutdown_s=shutdown_s, **{"limits": limits(), **more}
     )
 
@@ -161,7 +161,7 @@ async def test_a_caller_that_takes_nothing_of_its_answer_is_cut_off(size_bytes: 
         filled.set()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    server = await HttpServer.start(long_answers, host="127.0.0.1", port=0, shutdown_s=5.0, limits=SHORT_LIMITS)
+    server = HttpServer(long_answers, host="127.0.0.1", port=0, shutdown_s=5.0, limits=SHORT_LIMITS)
 
     def protocol() -> Any:
         return next(iter(server.state.connections))

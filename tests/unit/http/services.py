@@ -32,8 +32,8 @@ from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.core.session.states import RoomState
+from kvbridge.http.app import AppSettings
 from kvbridge.http.daemon_app import create_daemon_app
-from kvbridge.http.operations import AppSettings
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.context import TRACE, TraceContext
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from kvbridge.api.directory import Ticket
-from kvbridge.http.operations import describe
+from kvbridge.http.app import describe
 from tests.unit.http.services import FakeRooms, daemon_app
 from tests.unit.http.test_bootstrap_app import Setup
 

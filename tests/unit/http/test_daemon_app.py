@@ -72,7 +72,7 @@ async def test_a_full_daemon_says_when_to_come_back(http, rooms):
         ({"prompt_tokens": 1, "extra": 1}, "body.extra: Extra inputs are not permitted"),
         (
             {"prompt_tokens": 512, "prefix_tokens": 256},
-            "body.prefix_tokens: unknown field; what decode holds of a prompt",
+            "body.prefix_tokens: unknown field; only decode",
         ),
         ([], "body"),
         ({"prompt_tokens": "1000"}, "body.prompt_tokens: Input should be a valid integer, got '1000'"),
@@ -140,7 +140,7 @@ async def test_others_have_their_turn_while_a_long_page_of_metrics_is_made(http,
             yield b"kvbridge_rooms 1\n"
             seen.append("piece")
 
-    monkeypatch.setattr("kvbridge.http.operations.TURN_S", 0.0)
+    monkeypatch.setattr("kvbridge.http.app.TURN_S", 0.0)
     monkeypatch.setattr(status, "render_metrics", lambda _accept: (pieces(), "text/plain"))
     beside = asyncio.create_task(others())
     assert (await http.get("/metrics")).content.count(b"\n") == 5

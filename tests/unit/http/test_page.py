@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from fastapi import FastAPI
 
-from kvbridge.http.page import FILES, KEPT_S, PAGE_PATHS, page_router
+from kvbridge.http.app import PAGE_FILES, PAGE_KEPT_S, PAGE_PATHS, page_router
 from tests.helpers.manual_clock import ManualClock
 from tests.unit.http.services import FakeRooms, daemon_app
 
@@ -73,12 +73,12 @@ async def test_the_document_is_made_again_when_it_is_old():
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d") as opened:
         for _ in range(5):
             seen.append((await opened.get("/v1/page")).json()["made"])
-            clock.advance(KEPT_S / 2)
+            clock.advance(PAGE_KEPT_S / 2)
     assert seen == [0, 0, 1, 1, 2]
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline():
-    for name, file in FILES.items():
+    for name, file in PAGE_FILES.items():
         content = file.read_text()
         urls = set(re.findall(r"https?://[^\s\"'<>)]+", content)) - {"http://www.w3.org/2000/svg"}
         assert urls == set()
