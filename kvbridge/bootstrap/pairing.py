@@ -27,7 +27,7 @@ from kvbridge.bootstrap.fit import Pair, noted_keys
 from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.store import Claim, Store
 from kvbridge.config.limits import BootstrapTimeouts
-from kvbridge.config.services import PairingConfig
+from kvbridge.config.schema import PairingConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,

@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from kvbridge.config.loading import load_config, render_config
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig, RouterConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig, RouterConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

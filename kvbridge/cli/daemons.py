@@ -24,8 +24,7 @@ from kvbridge.cli.config import (
     with_options,
 )
 from kvbridge.config.endpoints import TelemetryConfig
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig, DispatchOrder, RouterConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, DispatchOrder, PrefillConfig, RouterConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
 from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
 from kvbridge.daemon.lifecycle import Daemon, run_daemon

@@ -1,34 +1,38 @@
-"""`kvbridge doctor`: what will break on this host and between it and its peers, found before it does."""
+"""`kvbridge doctor`: problems of this host and its peers before they break a daemon. `kvbridge clean`: leftovers of dead processes."""
 
 from __future__ import annotations
 
 import json
+import pwd
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvbridge import __version__
 from kvbridge.cli.config import (
-    EXIT_CONFIG,
     EXIT_FAILED,
     DaemonRole,
     FileOption,
     SetOption,
+    aligned,
     fail,
     load_or_exit,
     with_options,
 )
 from kvbridge.config.loading import read_token
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.peer_setup import curve_keys
-from kvbridge.doctor.findings import Finding, Level, Needs, needs_of
+from kvbridge.doctor.findings import Finding, Level, Needs, needs_of, size
 from kvbridge.doctor.reach import Asking
 from kvbridge.doctor.run import Config, Visit, examine, read_host
+from kvbridge.pool.memory.leftovers import Leftover, Verdict, sweep
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 HEADINGS = {
     Level.BREAKS: "WILL BREAK",
@@ -43,14 +47,14 @@ class DoctorOptions:
     """The options of `kvbridge doctor`."""
 
     config: FileOption = None
-    role: Annotated[DaemonRole | None, typer.Option("--role", help="Whose configuration it is.")] = None
+    role: Annotated[DaemonRole | None, typer.Option("--role", help="The daemon that the configuration is for.")] = None
     overrides: SetOption = None
     peer: Annotated[
         list[str] | None,
         typer.Option(
             "--peer",
             metavar="PEER",
-            help="Reach this one, too: http://HOST:PORT of a daemon, tcp://HOST:PORT of a prefill node's control socket. "
+            help="Reach this peer, too: http://HOST:PORT of a daemon, tcp://HOST:PORT of a prefill node's control socket. "
             "May be repeated.",
         ),
     ] = None
@@ -60,15 +64,15 @@ class DoctorOptions:
 
 @with_options(DoctorOptions)
 def doctor(options: DoctorOptions) -> None:
-    """Look for what will break on this host and between it and its peers, before it does.
+    """Look for problems of this host and its peers before they break a daemon.
 
     Run it as the daemon's user and where the daemon runs (its container, its unit):
-    limits are those of the process that looks.
+    it sees the limits of its own process.
 
-    With a configuration it also looks at what that one needs: memory, devices, ports,
-    bootstrap and the peers that bootstrap knows. Daemons that are running are not
-    disturbed: their HTTP endpoint is asked, and their control socket is entered and
-    left. `kvbridge keys check` looks at keys, `kvbridge bench-peer` moves bytes.
+    With a configuration it also checks what that configuration needs: memory, devices,
+    ports, bootstrap and the peers that bootstrap knows. Daemons that are running are
+    not disturbed: their HTTP endpoint is asked, and their control socket is entered
+    and left. `kvbridge keys check` checks keys, `kvbridge bench-peer` moves bytes.
 
     Exit codes: 0: nothing will break (there may be warnings); 1: something will;
     2: wrong usage or configuration.
@@ -76,23 +80,19 @@ def doctor(options: DoctorOptions) -> None:
     visit = _visit(options)
     host = read_host(visit)
     findings = examine(host, visit.needs)
-    if options.as_json:
-        typer.echo(_json(visit.needs, findings))
-    else:
-        _print(visit.needs, host.reach.running, findings)
+    typer.echo(_json(visit.needs, findings) if options.as_json else _text(visit.needs, host.reach.running, findings))
     if any(finding.level is Level.BREAKS for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
 
 def _visit(options: DoctorOptions) -> Visit:
-    """Load what the options name, or end the command."""
+    """Load the configuration that the options name, or end the command."""
     peers = tuple(options.peer or ())
     for peer in peers:
         if "://" not in peer:
             fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT or tcp://HOST:PORT"))
     if (options.config is None) != (options.role is None):
-        typer.echo("kvbridge doctor: --config and --role belong together: give both, or neither", err=True)
-        raise typer.Exit(EXIT_CONFIG)
+        fail(ConfigError("kvbridge doctor: --config and --role belong together: give both, or neither"))
     if options.role is None:
         return Visit(peers=peers)
     config = load_or_exit(options.role.schema, options.config, options.overrides)
@@ -101,23 +101,17 @@ def _visit(options: DoctorOptions) -> Visit:
         needs = needs_of(config)
     except BridgeError as error:
         fail(error)
-    return Visit(
-        config=config,
-        needs=needs,
-        asking=_asking(config, options.peer_key),
-        peers=peers,
-    )
+    return Visit(config=config, needs=needs, asking=_asking(config, options.peer_key), peers=peers)
 
 
 def _asking(config: Config, peer_key: str) -> Asking:
-    """Read what can be read; `kvbridge keys check` says why the rest cannot."""
+    """Read the secrets of a configuration. `kvbridge keys check` says why one cannot be read."""
     try:
         own = read_token(config.http, key="http.token_file")
         if isinstance(config, BootstrapConfig):
             return Asking(bootstrap_token=own, daemon_token=own)
-        link = config.bootstrap
         return Asking(
-            bootstrap_token=read_token(link, key="bootstrap.token_file"),
+            bootstrap_token=read_token(config.bootstrap, key="bootstrap.token_file"),
             daemon_token=own,
             keys=curve_keys(config.control.curve),
             peer_key=peer_key,
@@ -134,22 +128,70 @@ def _json(needs: Needs, findings: list[Finding]) -> str:
     )
 
 
-def _print(needs: Needs, running: str, findings: list[Finding]) -> None:
+def _text(needs: Needs, running: str, findings: list[Finding]) -> str:
     what = f"{needs.role} {needs.name}".strip() if needs.role else "this host alone (no --config, --role)"
-    typer.echo(
-        f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{f'; running: {running}' * bool(running)}"
-    )
+    state = f"; running: {running}" if running else ""
+    lines = [f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{state}"]
     for level, group in groupby(findings, key=lambda finding: finding.level):
-        found = list(group)
-        typer.echo(f"\n{HEADINGS[level]} ({len(found)})")
-        for finding in found:
-            typer.echo(f"  {finding.check}: {_words(finding)}")
+        found = [f"  {finding.check}: {_words(finding)}" for finding in group]
+        lines += [f"\n{HEADINGS[level]} ({len(found)})", *found]
     bad, warned = (sum(each.level is level for each in findings) for level in (Level.BREAKS, Level.WARNING))
-    verdict = f"{bad} will break, {warned} warnings." if bad else f"Nothing will break; {warned} warnings."
-    typer.echo(f"\n{verdict if bad or warned else 'Nothing will break.'}")
+    warnings = f"; {warned} warnings" if warned else ""
+    return "\n".join([*lines, f"\n{f'{bad} will break' if bad else 'Nothing will break'}{warnings}."])
 
 
 def _words(finding: Finding) -> str:
     if not finding.cure:
         return f"{finding.what}: {finding.why}" if finding.why else finding.what
     return f"{finding.what}\n    why: {finding.why}\n    cure: {finding.cure}"
+
+
+def clean(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
+    directories: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--directory",
+            metavar="DIR",
+            help="Where to look: pools.host.directory, transports.local.proof_directory. May be repeated.",
+            show_default=str(DEFAULT_DIRECTORY),
+        ),
+    ] = None,
+) -> None:
+    """Remove the files of killed daemons and rank workers from shared memory.
+
+    Removes this user's files of kvbridge that no living process has locked,
+    whatever node they came from. Daemons do the same whenever they start.
+    Pools that wait for the next daemon of their node (pools.keep_s) stay until
+    their time is over.
+
+    Exit codes: 0: no file without an owner is left; 1: a file could not be
+    removed, or looked at.
+    """
+    try:
+        found = sweep(directories or [DEFAULT_DIRECTORY], dry_run=dry_run)
+    except OSError as error:
+        typer.echo(f"kvbridge clean: {error.filename}: {error.strerror}", err=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    if found:
+        typer.echo(aligned(_rows(found, dry_run=dry_run)))
+    removed = [each for each in found if each.verdict is Verdict.REMOVED]
+    done = "would be removed" if dry_run else "removed"
+    typer.echo(f"{len(removed)} of {len(found)} files {done}, {size(sum(each.size_bytes for each in removed))}")
+    if any(each.verdict is Verdict.FAILED for each in found):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _rows(found: list[Leftover], *, dry_run: bool) -> Iterator[tuple[str, ...]]:
+    yield "file", "what", "user", "process", "size", "verdict", "why"
+    for each in found:
+        verdict = "would remove" if dry_run and each.verdict is Verdict.REMOVED else each.verdict.value
+        holder = "" if each.holder is None else str(each.holder)
+        yield str(each.path), each.kind, _user(each.user_id), holder, size(each.size_bytes), verdict, each.why
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)

@@ -17,8 +17,7 @@ from pydantic import BaseModel
 from kvbridge.cli.config import EXIT_CONFIG, ROLES, FileOption, RoleOption, SetOption, fail, load_or_exit
 from kvbridge.config.endpoints import CurveConfig, HttpConfig, TokenConfig
 from kvbridge.config.loading import read_grants
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig, RouterConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig, RouterConfig
 from kvbridge.control.keys import (
     generate_keys,
     load_keys,

@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "fit": (
         "kvbridge.cli.fit:fit",
-        "Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration.",
+        "Print the cost of requests of some lengths on a decode node, and how many of each fit at once.",
     ),
     "demo": (
         "kvbridge.demo.run:demo",
@@ -51,15 +51,15 @@ COMMANDS = {
     ),
     "doctor": (
         "kvbridge.cli.doctor:doctor",
-        "Look for what will break on this host and between it and its peers, before it does.",
+        "Look for problems of this host and its peers before they break a daemon.",
     ),
     "bench-peer": (
         "kvbridge.cli.bench_peer:bench_peer",
         "Measure how many bytes a second go from this host to another one, by each transport.",
     ),
     "clean": (
-        "kvbridge.cli.clean:clean",
-        "Remove what killed daemons and rank workers have left in shared memory.",
+        "kvbridge.cli.doctor:clean",
+        "Remove the files of killed daemons and rank workers from shared memory.",
     ),
     "config": ("kvbridge.cli.config:app", "Look at a daemon's configuration."),
     "keys": ("kvbridge.cli.keys:app", "Make and check keys and tokens."),

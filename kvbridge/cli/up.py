@@ -23,8 +23,7 @@ from kvbridge.cli.config import EXIT_FAILED, ROLES, DaemonRole, fail
 from kvbridge.cli.signals import Interrupts
 from kvbridge.config.endpoints import LogFormat
 from kvbridge.config.loading import load_config
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
 from kvbridge.daemon.memory import memory_directory
 from kvbridge.pool.memory.leftovers import Verdict, sweep

@@ -1,1 +1,1 @@
-"""What an operator can set, and the way from files, variables and flags to a valid object."""
+"""Settings of an operator, and the way from files, variables and flags to a valid object."""

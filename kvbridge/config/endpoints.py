@@ -1,4 +1,4 @@
-"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs, traces."""
+"""Settings of endpoints and of links to them: control socket, HTTP, bootstrap; logs and traces."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CURVE_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 CurveKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}$")]
 """A CURVE key in Z85: 40 characters."""
 _PLAIN_PATH = re.compile(r"(/[\w.-]+){2,}", re.ASCII)
-"""A path that may be as long as a key: of those characters alone, one key in millions is made."""
+"""A path as long as a key looks like a key. Only one key in millions consists of these characters alone."""
 AllowedKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}( +[A-Za-z0-9][A-Za-z0-9._-]{{0,99}})?$")]
-"""A CURVE public key and, where it is good for one instance only, that instance's name."""
+"""A CURVE public key, and the name of the instance where the key is good for one only."""
 
 _WILDCARDS = {"0.0.0.0", "::", "*", ""}  # noqa: S104 - recognised here, not bound
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether a bound host means every interface, and so is no address that a peer could use."""
+    """Whether a bound host means every interface, which is no address for a peer."""
     return host.strip("[]") in _WILDCARDS
 
 
@@ -36,14 +36,14 @@ class CurveConfig(FrozenModel):
     """Keys of the control sockets. All empty: no encryption and no authentication."""
 
     secret_key_file: Path | None = None
-    """File with our CURVE secret key, 40 characters of Z85, mode 0600; `kvbridge keys generate` makes one."""
+    """File with this node's CURVE secret key, 40 characters of Z85, mode 0600; `kvbridge keys generate` makes one."""
     public_key: CurveKey | None = None
-    """Our public key; null: derived from the secret key."""
+    """The public key of that secret key; null: derived."""
     allowed_public_keys: tuple[AllowedKey, ...] = ()
-    """Public keys of peers, each alone or as "KEY INSTANCE"; our own pair's needs no entry. On a prefill node: who may
-    connect. On a decode node: whom it lets write its memory; empty: whichever node a request names."""
+    """Public keys of peers, each alone or as "KEY INSTANCE"; this node's own key needs no entry. On a prefill node: peers that
+    may connect. On a decode node: peers that may write its memory; empty: any node that a request names."""
     allowed_keys_file: Path | None = None
-    """File with public keys of peers, one a line, as in `allowed_public_keys`; read again when it has changed."""
+    """File with public keys of peers, one a line, as in `allowed_public_keys`; read again when it changes."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -54,9 +54,9 @@ class CurveConfig(FrozenModel):
     @field_validator("secret_key_file", mode="before")
     @classmethod
     def _is_no_key(cls, given: object) -> object:
-        named = str(given)  # as it was written: a Path leaves out what a key may well have, such as "//"
+        named = str(given)  # as it was written: a Path leaves out parts of a key such as "//"
         if _CURVE_KEY.fullmatch(named) and not _PLAIN_PATH.fullmatch(named):
-            raise ValueError("secret_key_file holds a key itself, expected the path of the file that the key is in")
+            raise ValueError("secret_key_file is a key itself, expected the path of the file with the key")
         return given
 
 
@@ -64,20 +64,20 @@ class ControlConfig(FrozenModel):
     """How nodes of the two roles speak to each other."""
 
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 1024
-    """Prefill: connections at once, whoever they are; one more is closed at once. Decode: prefill nodes that are connected to
-    at once, each by four file descriptors. All of them get a quarter of what the process may open at most."""
+    """Prefill: most connections at once; one more is closed. Decode: most prefill nodes that are connected at once, each by
+    four file descriptors. All together take at most a quarter of the files that the process may open."""
     curve: CurveConfig = CurveConfig()
 
 
 class ConnectingControlConfig(ControlConfig):
-    """How nodes speak to each other: decode nodes connect to the control sockets of prefill nodes, and listen to nobody."""
+    """How nodes speak to each other: decode nodes connect to the control sockets of prefill nodes, and listen nowhere."""
 
     @model_validator(mode="before")
     @classmethod
-    def _listens_to_nobody(cls, given: object) -> object:
+    def _listens_nowhere(cls, given: object) -> object:
         idle = sorted({"bind", "advertise"} & given.keys()) if isinstance(given, dict) else ()
         if idle:
-            raise ValueError(f"{' and '.join(idle)}: of no use on a decode node, which listens to nobody; take it out")
+            raise ValueError(f"{' and '.join(idle)}: of no use on a decode node, which listens nowhere; take it out")
         return given
 
 
@@ -87,7 +87,7 @@ class ListeningControlConfig(ControlConfig):
     bind: Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = "tcp://127.0.0.1:0"
     """Where to listen; port 0 takes a free one."""
     advertise: Annotated[str, Field(pattern=r"^(|tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = ""
-    """What peers are told to connect to; port 0 stands for the bound port; empty: the bound address."""
+    """Address that peers are told to connect to; port 0 stands for the bound port; empty: the bound address."""
 
     @property
     def host(self) -> str:
@@ -133,17 +133,17 @@ class TokenConfig(FrozenModel):
 
 
 class HttpConfig(TokenConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
+    """The HTTP API. Callers must show the token; further lines of its file are valid, too."""
 
     token_file: Path | None = None
-    """File with bearer tokens, one a line; `kvbridge keys token` makes one. Who shows a token may name the default namespace, and
-    those of its line instead when that is `TOKEN namespaces=A,B` (`*`: any; `-`: the default one)."""
+    """File with bearer tokens, one a line; `kvbridge keys token` makes one. A token lets its bearer name the default namespace; a
+    line `TOKEN namespaces=A,B` lets it name those instead (`*`: any; `-`: the default one)."""
     host: Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\s/]+$")] = "127.0.0.1"
-    """Where to listen; anything but a loopback address needs a token."""
+    """Address to listen on; any but a loopback address needs a token."""
     port: Port = 7900
     """0 takes a free port."""
     advertise_url: HttpUrl = ""
-    """How others reach this endpoint, told to bootstrap; port 0 stands for the bound port; empty: the bound address."""
+    """URL by which others reach this endpoint, told to bootstrap; port 0 stands for the bound port; empty: the bound address."""
     tls_certificate_file: Path | None = None
     """PEM chain; set together with `tls_key_file`."""
     tls_key_file: Path | None = None
@@ -153,12 +153,12 @@ class HttpConfig(TokenConfig):
     max_body_bytes: Positive = 1 << 20
     """Longest request body."""
     max_request_s: Seconds = 10.0
-    """A request that has not arrived whole after so long is cut off, connection and all; so is a TLS handshake."""
+    """Longest time for a request to arrive whole, and for a TLS handshake; a later one loses its connection."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
-    """Connections at once; one more is answered 503 and closed at once, without the answer where TLS is spoken. Each takes a file
-    descriptor, and all of them a quarter of what the process may open at most."""
+    """Most connections at once. One more is closed after a 503; with TLS, without an answer. Each takes a file descriptor, and
+    all together at most a quarter of the files that the process may open."""
     max_wait_s: Seconds = 60.0
-    """Longest `?wait=` that is served."""
+    """Longest `?wait=` of a request that is served."""
 
     @property
     def has_token(self) -> bool:
@@ -181,7 +181,7 @@ class HttpConfig(TokenConfig):
 
 
 def open_http_problem(http: HttpConfig) -> str:
-    """Say what is wrong with an endpoint that others can reach without a token; empty: nothing."""
+    """Return the problem of an endpoint that others can reach without a token; empty when there is none."""
     if http.has_token or is_loopback(http.host):
         return ""
     remedy = "set http.token_file, bind a loopback address, or set insecure"
@@ -195,24 +195,24 @@ def refuse(*problems: str) -> None:
 
 
 class PrefillHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
+    """The HTTP API. Callers must show the token; further lines of its file are valid, too."""
 
     port: Port = 7901
 
 
 class DecodeHttpConfig(HttpConfig):
-    """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
+    """The HTTP API. Callers must show the token; further lines of its file are valid, too."""
 
     port: Port = 7902
 
 
 class DirectoryLinkConfig(TokenConfig):
-    """The directory that is asked, and shown the token."""
+    """A directory, and the token that it is shown."""
 
     url: HttpUrl = ""
-    """Empty: no directory."""
+    """URL of bootstrap; empty: no directory."""
     other_urls: tuple[HttpUrl, ...] = ()
-    """Further replicas of that directory; the next one is asked when one does not answer."""
+    """Further replicas of the directory; the next one is asked when one does not answer."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -222,16 +222,16 @@ class DirectoryLinkConfig(TokenConfig):
 
 
 class BootstrapLinkConfig(DirectoryLinkConfig):
-    """The directory that a daemon announces itself to, and shows the token."""
+    """The directory that a daemon announces itself to, and the token that it is shown."""
 
     url: HttpUrl = ""
-    """Empty: no directory; requests are then admitted on both ends by whoever picks them."""
+    """URL of bootstrap. Empty: no directory; whoever picks the two ends of a request then admits it on both."""
     heartbeat_interval_s: Seconds = 2.0
     """Interval of the heartbeats to the directory; a quarter of its `directory.expire_after_s` or less."""
 
 
 class LogLevel(StrEnum):
-    """The least important record that is written."""
+    """Importance of a log record."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -240,7 +240,7 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How a record is written."""
+    """Form of a log record."""
 
     AUTO = "auto"
     """`console` on a terminal, `json` otherwise."""
@@ -249,15 +249,15 @@ class LogFormat(StrEnum):
 
 
 class TracesConfig(FrozenModel):
-    """OpenTelemetry traces, which the extra `traces` is needed for."""
+    """OpenTelemetry traces; they need the extra `traces`."""
 
     endpoint: Annotated[str, Field(pattern=r"^(|https?://[^/\s@?#]+(/[^\s?#]*)?)$", max_length=500)] = ""
-    """Where spans are sent, by OTLP over HTTP: http://HOST:4318 of a collector, where they go to /v1/traces, or a URL with another
-    path. Empty: nothing is traced here; what callers trace keeps its ids."""
+    """URL of a collector that spans are sent to, by OTLP over HTTP: http://HOST:4318, where they go to /v1/traces, or a URL with
+    another path. Empty: nothing is traced here, and requests that callers trace keep their ids."""
     sampled_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 1.0
-    """Share of the requests that are traced, of those whose caller has sent no `traceparent`; the others are as that says."""
+    """Share of the requests without a `traceparent` that are traced; for others the `traceparent` decides."""
     headers_file: Path | None = None
-    """File of headers that the collector asks for, a line `Name: value` each; read again when it changes."""
+    """File of headers that the collector needs, one `Name: value` a line; read again when it changes."""
 
     @property
     def url(self) -> str:

@@ -1,7 +1,4 @@
-"""Admission and waits of daemons: who waits for pages and how long, what one client may have, and how long each step may take.
-
-An error that a wait causes names the key, as `timeouts.offer_s`.
-"""
+"""Admission and waits of daemons. An error that a wait causes names its key, as `timeouts.offer_s`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ ClientName = Annotated[str, Field(max_length=200)]
 
 
 class ClientAdmission(FrozenModel):
-    """Caps of one client by name; what is null is as for everybody."""
+    """Caps of one client by name. Null: the cap of everybody."""
 
     max_rooms: NonNegative | None = None
     """In place of `client_max_rooms`."""
@@ -25,22 +22,21 @@ class ClientAdmission(FrozenModel):
 
 
 class AdmissionConfig(FrozenModel):
-    """What happens to requests that do not fit, and what one client may have."""
+    """How requests that do not fit are treated, and the caps of a client."""
 
     max_rooms: Positive = 10_000
-    """Rooms on this daemon, beyond which requests are refused as when pages lack. Pools bound them too, but for those that engines
-    own."""
+    """Rooms on this daemon; more requests are refused as when pages lack. It also bounds rooms whose pages an engine owns."""
     max_wait_s: Seconds = 30.0
-    """Longest `wait_s` of a request that is served: so long it may wait for pages."""
+    """Longest `wait_s` of a request that is served: the time that it may wait for pages."""
     max_waiting: NonNegative = 1_000
-    """Requests that wait for pages at once; beyond it they are refused at once. 0: nobody waits."""
+    """Requests that may wait for pages at once; more are refused at once. 0: nobody waits."""
     max_overtakes: NonNegative = 16
-    """So many others are admitted before a request that does not fit holds back the pages that it needs. Higher keeps
-    pools fuller, lower lets large requests in sooner."""
+    """A request that does not fit lets so many others pass, then holds back the pages that it needs. Higher keeps pools fuller,
+    lower lets large requests in sooner."""
     client_max_rooms: NonNegative = 0
-    """Rooms and waiting requests of one client on this daemon, beyond which it is answered 429; 0: no limit."""
+    """Rooms and waiting requests of one client on this daemon; more are answered 429. 0: no limit."""
     client_max_waiting: NonNegative = 0
-    """Waiting requests of one client, beyond which it is answered 429; 0: no limit."""
+    """Waiting requests of one client; more are answered 429. 0: no limit."""
     clients: dict[ClientName, ClientAdmission] = Field(default_factory=dict)
     """Clients with caps of their own, by name, each as {max_rooms: 64, max_waiting: 8}."""
     retry_after_min_s: Seconds = 0.1
@@ -48,7 +44,7 @@ class AdmissionConfig(FrozenModel):
     retry_after_max_s: Seconds = 30.0
     """Longest time after which a refused caller is told to come back."""
     unready_after_s: Seconds = 30.0
-    """/ready turns red when not even the smallest request fitted for so long."""
+    """/ready turns red when not even the smallest request has fitted for so long."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -81,12 +77,7 @@ class DaemonTimeouts(_Timeouts):
         ("control_resend_s", "<", "control_delivery_s", "a message could never be sent again"),
         ("control_heartbeat_s", "<", "peer_silence_s", "every peer would be taken for lost between two heartbeats"),
         ("transfer_s", "<", "room_s", "a room would end before its first section may"),
-        (
-            "control_delivery_s",
-            "<",
-            "room_keep_s",
-            "a late message could meet another attempt at a room that was forgotten",
-        ),
+        ("control_delivery_s", "<", "room_keep_s", "a late message could meet another attempt at a forgotten room"),
     )
 
     worker_start_s: Seconds = 120.0
@@ -96,17 +87,18 @@ class DaemonTimeouts(_Timeouts):
     control_resend_s: Seconds = 0.5
     """An unacknowledged control message is sent again after this."""
     control_delivery_s: Seconds = 30.0
-    """A control message that nobody acknowledged for so long has failed."""
+    """A control message that nobody has acknowledged for so long has failed."""
     control_heartbeat_s: Seconds = 2.0
-    """Interval of the heartbeats between nodes; a peer to which no connection stands for so long is lost."""
+    """Interval of the heartbeats between nodes. A peer without a connection for so long is lost."""
     peer_silence_s: Seconds = 10.0
     """A peer node that says nothing for so long is taken for lost."""
     handshake_s: Seconds = 10.0
-    """Decode: every prefill node of a room has welcomed us. Prefill: what a decode node says of its memory has been checked."""
+    """Decode: every prefill node of a room has welcomed this node. Prefill: the memory that a decode node describes is
+    checked."""
     pages_s: Seconds = 10.0
     """Adopted pools: the engine names the pages of a room."""
     begin_s: Seconds = 60.0
-    """Prefill: an engine begins an admitted room. A room of a ticket has what is left of the ticket instead."""
+    """Prefill: an engine begins an admitted room. A room of a ticket has the rest of the ticket's time instead."""
     offer_s: Seconds = 60.0
     """Prefill: an admitted room waits for decode's offer."""
     early_offer_s: Seconds = 10.0
@@ -118,7 +110,7 @@ class DaemonTimeouts(_Timeouts):
     drain_s: Seconds = 60.0
     """After Abort: the peer answers Drained, or else is shut out; its pages are quarantined until then."""
     fence_s: Seconds = 30.0
-    """Decode: before writers that gave no proof are shut out, other rooms that are being written may end within this."""
+    """Decode: other rooms that are being written may end within this before writers that gave no proof are shut out."""
     verify_s: Seconds = 60.0
     """Decode: the digests of a room that has arrived are computed (integrity.digest)."""
     copy_s: Seconds = 30.0
@@ -126,12 +118,12 @@ class DaemonTimeouts(_Timeouts):
     claim_s: Seconds = 120.0
     """A committed room waits for the decode engine to claim it."""
     engine_settle_s: Annotated[float, Field(ge=0, le=60)] = 0.5
-    """After the process of an engine that did not detach has ended, before its pages are used again: a GPU may finish some
-    milliseconds of work for a process that was killed."""
+    """From the end of an engine's process that did not detach to the next use of its pages: a GPU may finish some milliseconds of
+    work for a process that was killed."""
     room_keep_s: Seconds = 300.0
     """A final room is remembered so long, for reports and to recognise stale messages."""
     shutdown_rooms_s: Seconds = 15.0
-    """After the signal, open rooms may end within this; those that do not are aborted."""
+    """Open rooms may end within this after the signal; the others are aborted then."""
     shutdown_close_s: Seconds = 15.0
     """After that: aborts, rank workers end, endpoints close. Both together bound the time from the signal to the end."""
 
@@ -149,7 +141,7 @@ class BootstrapTimeouts(_Timeouts):
     reserve_s: Seconds = 5.0
     """One daemon reserves one end of a room, gives the reservation back, or reports on the room."""
     pair_s: Seconds = 20.0
-    """All of pairing one request, every candidate together."""
+    """Pairing of one request, every candidate together."""
     store_s: Seconds = 1.0
     """One call to the store of the directory, when that is Redis."""
     ticket_s: Seconds = 60.0

@@ -28,13 +28,13 @@ LONGEST_VALUE = 80
 LONGEST_PLAIN = 24
 _ADDRESSES = ("tcp://", "ipc://", "http://", "https://")
 _SOUNDS_SECRET = re.compile(r"token|secret|key|passw|credential", re.IGNORECASE)
-"""Keys whose value may be a secret, or one that was put into the wrong place: it is not shown."""
+"""Keys whose value may be a secret, perhaps one in the wrong place: it is not shown."""
 _COUNTS_TOKENS = re.compile(r"tokens(_per_\w+)?$", re.IGNORECASE)
 
 _Sections = list[tuple[str, type[BaseModel] | None]]
 
 RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", *PROCESS_VARIABLES})
-"""Variables with the prefix that are no settings: the command line reads the first, every process reads the others."""
+"""Variables with the prefix that are no settings: the command line and processes read them."""
 
 _DOTTED_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -43,7 +43,7 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 class _Layers:
-    """Values of all sources, each stronger than the ones before it, and where each came from."""
+    """Values of all sources, and the origin of each value. A later source is stronger."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -54,23 +54,18 @@ class _Layers:
         if isinstance(value, Mapping) and value:
             for key, below in value.items():
                 self.add(below, origin, (*at, str(key)))
-        elif at:
-            self._put(at, value, origin)
-
-    def _put(self, path: KeyPath, value: object, origin: str) -> None:
+            return
         inner = self.values
-        for key in path[:-1]:
-            below = inner.get(key)
-            if not isinstance(below, dict):
-                below = inner[key] = {}
-            inner = below
-        if isinstance(value, dict) and isinstance(inner.get(path[-1]), dict):
-            return  # an empty mapping adds nothing to one that is there
-        inner[path[-1]] = value
-        self.origins[path] = origin
+        for key in at[:-1]:
+            if not isinstance(inner.get(key), dict):
+                inner[key] = {}
+            inner = inner[key]
+        # An empty mapping adds nothing to one that is there.
+        if at and not (isinstance(value, dict) and isinstance(inner.get(at[-1]), dict)):
+            inner[at[-1]], self.origins[at] = value, origin
 
     def build(self, kind: type[ConfigT], mistakes: Iterable[str] = ()) -> ConfigT:
-        """Return the configuration. Raises ConfigError with what is wrong, and with the other `mistakes`."""
+        """Return the configuration. Raises ConfigError with its mistakes and the other `mistakes`."""
         found, config = list(mistakes), None
         try:
             config = kind.model_validate(self.values)
@@ -92,9 +87,9 @@ def load_config(
 ) -> ConfigT:
     """Return a valid configuration, or raise one ConfigError that lists every mistake.
 
-    From weak to strong: defaults, `file` (YAML), `environment` (default: this process's; `KVBRIDGE_HTTP__PORT` sets
-    http.port), `overrides` (`http.port=0`, the value is read as YAML), `flags` (dotted key to value; None: not given).
-    Mappings merge, lists replace one another. `roles` are the schemas, `kind` among them, that the file may have been written for.
+    From weak to strong: defaults, `file` (YAML), `environment` (default: this process's; `KVBRIDGE_HTTP__PORT` sets http.port),
+    `overrides` (`http.port=0`, with a value in YAML), `flags` (dotted key to value; None: not given). Mappings merge, lists
+    replace one another. `roles` are the schemas, `kind` among them, that the file may have been written for.
     """
     layers, mistakes = _Layers(), list[str]()
     document: dict[str, Any] = {}
@@ -121,10 +116,10 @@ def load_config(
 def merge_config(
     kind: type[ConfigT], sources: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> tuple[ConfigT, dict[str, Any]]:
-    """Return a valid configuration of what a program has been given, and the values that it was made of.
+    """Return a valid configuration from a program's own values, and the merged values.
 
-    `sources`: where each came from, for whoever reads of a mistake, and its values; from weak to strong. They merge as in
-    `load_config`, and mistakes are raised as there.
+    `sources` have a name for messages and their values, from weak to strong. They merge as in `load_config`, and mistakes are
+    raised as there.
     """
     layers = _Layers()
     for origin, values in sources:
@@ -171,7 +166,7 @@ def _collect_lines(node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, 
 
 
 def _yaml_problem(error: Exception) -> str:
-    """Say what a YAML error says, without the text around it: that may be a secret."""
+    """Return the text of a YAML error without the text around the mistake, which may be a secret."""
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     return f"{where}{getattr(error, 'problem', None) or 'a value cannot be read'}"
@@ -251,9 +246,9 @@ def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[Key
 
 
 def _sections(kind: type[BaseModel], place: tuple[str | int, ...]) -> _Sections:
-    """Return each key of a place, with the section that the key stands in; None below what is no section.
+    """Return each key of a place with its section; None below a value that is no section.
 
-    pydantic puts the kind of a section behind the key of a section of several kinds; a file has no such key.
+    For a section of several kinds pydantic adds the kind behind the key; a file has no such key.
     """
     found: _Sections = []
     choices: list[type[BaseModel]] = [kind]
@@ -278,7 +273,7 @@ def _models(annotation: object) -> Iterator[type[BaseModel]]:
 
 
 def _unknown_key(sections: _Sections) -> str:
-    """Say that the last key does not exist, and which one may have been meant."""
+    """Return that the last key does not exist, and the key that may have been meant."""
     *above, (key, section) = sections
     close = difflib.get_close_matches(key, section.model_fields if section is not None else (), n=1)
     where = f"'{'.'.join(name for name, _ in above)}' has" if above else "there is"
@@ -286,7 +281,7 @@ def _unknown_key(sections: _Sections) -> str:
 
 
 def _value(value: object, sections: _Sections) -> str:
-    """Show scalars only: a mapping can hold a secret, and is printed by nobody who looks for one wrong key."""
+    """Return a value for a message. A mapping can hold a secret and is not shown."""
     if isinstance(value, (BaseModel, Mapping)) or not sections:
         return ""
     if _is_secret(sections) or not _is_plain(value):
@@ -296,7 +291,7 @@ def _value(value: object, sections: _Sections) -> str:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is certainly no token or key that was put under the wrong name: these are long, and may begin like a path."""
+    """Whether a value is certainly no token or key under the wrong name: these are long, and may begin like a path."""
     if isinstance(value, (list, tuple, set)):
         return all(map(_is_plain, value))
     if isinstance(value, Mapping):
@@ -330,26 +325,26 @@ def render_config(config: BaseModel) -> str:
 def read_secret(secret: SecretStr | None, file: Path | None, *, key: str) -> str:
     """Return a secret given directly or as the first line of a file; empty when neither is set.
 
-    `key` is the dotted key of the file, for the ConfigError raised when the file cannot be read or is empty.
+    `key` is the dotted key of the file, for the ConfigError of a file that cannot be read or is empty.
     """
     return next(iter(read_secrets(secret, file, key=key)), "")
 
 
 def read_token(section: TokenConfig, *, key: str) -> str:
-    """Return the token that is to be shown: as `read_secret`, without the namespaces that may stand behind it."""
+    """Return the token to show to others, as `read_secret` does, without the namespaces behind it."""
     grants = read_grants(section, key=key)
     return grants[0].token if grants else ""
 
 
 def read_grants(section: TokenConfig, *, key: str) -> tuple[TokenGrant, ...]:
-    """Return the tokens of a section, and which namespaces each of them may name. Raises ConfigError."""
+    """Return the tokens of a section with the namespaces that each may name. Raises ConfigError."""
     return tuple(TokenGrant.parse(line, key=key) for line in read_secrets(section.token, section.token_file, key=key))
 
 
 def read_secrets(secret: SecretStr | None, file: Path | None, *, key: str) -> tuple[str, ...]:
     """Return all lines of a file but comments (`#`), or the secret given directly; otherwise as `read_secret`.
 
-    Who shows a secret shows the first; who is shown one takes any, so that it can be changed without a pause.
+    A caller shows the first secret, and a daemon accepts any of them, so that a secret can be changed without a pause.
     """
     if secret is not None:
         return (secret.get_secret_value().strip(),)

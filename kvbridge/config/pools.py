@@ -17,18 +17,18 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d{1,2})$")]
 
 
 class ModelConfig(FrozenModel):
-    """Which model's cache is moved; exactly one of `preset`, `hf_config` and `geometry`."""
+    """The model whose cache is moved; exactly one of `preset`, `hf_config` and `geometry`."""
 
     preset: str = ""
     """Name of a built-in geometry, as `deepseek-v4-flash`."""
     hf_config: Path | None = None
     """Path of a Hugging Face `config.json`."""
     geometry: Path | None = None
-    """Path of a geometry as JSON, as an engine that brings its own tensors writes it of them."""
+    """Path of a geometry as JSON, which an engine that brings its own tensors writes."""
     encoding: Encoding | None = None
-    """How rows store their numbers; only with `hf_config`; null: what the file says."""
+    """Encoding of the numbers in rows; only with `hf_config`; null: the file's."""
     tokens_per_page: Positive | None = None
-    """Tokens that a page covers; only with `hf_config`; null: what is usual for the family."""
+    """Tokens that a page covers; only with `hf_config`; null: the usual number of the family."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -50,7 +50,7 @@ class RankPlacement(FrozenModel):
     tp: NonNegative
     """Tensor-parallel index, from 0."""
     device: Device = "cpu"
-    """Where its memory is: `cpu`, or `cuda:N`."""
+    """Device of its memory: `cpu`, or `cuda:N`."""
 
     @property
     def rank(self) -> Rank:
@@ -59,28 +59,28 @@ class RankPlacement(FrozenModel):
 
     @property
     def cuda_ordinal(self) -> int | None:
-        """Which GPU it is, None for the CPU."""
+        """Number of the GPU, None for the CPU."""
         return None if self.device == "cpu" else int(self.device.removeprefix("cuda:"))
 
 
 class DeviceKind(StrEnum):
-    """What the ranks of a node without an explicit placement run on."""
+    """Device of ranks without an explicit placement."""
 
     CPU = "cpu"
     CUDA = "cuda"
 
 
 class ParallelismConfig(FrozenModel):
-    """How the model is split over ranks, and which of them live here."""
+    """How the model is split over ranks, and which ranks live here."""
 
     pp_size: Annotated[int, Field(ge=1, le=256)] = 1
     """Pipeline stages of the instance."""
     tp_size: Annotated[int, Field(ge=1, le=256)] = 1
     """Tensor-parallel ranks of each stage."""
     stage_boundaries: tuple[Positive, ...] = ()
-    """First layer of each pipeline stage after the first; empty: layers split evenly, earlier stages take the rest."""
+    """First layer of each pipeline stage but the first; empty: layers split evenly, earlier stages take the rest."""
     device: DeviceKind = DeviceKind.CPU
-    """`cpu` or `cuda`, used when `ranks` is empty: `cuda` gives rank number i of the node the device cuda:i."""
+    """`cpu` or `cuda`, for an empty `ranks`: `cuda` gives rank number i of the node the device cuda:i."""
     ranks: tuple[RankPlacement, ...] = ()
     """Ranks on this node, each as {pp: 0, tp: 0, device: cpu} or cuda:N; empty: every rank of the instance."""
 
@@ -113,7 +113,7 @@ class ParallelismConfig(FrozenModel):
 
 
 class MemoryOwner(StrEnum):
-    """Whose the device pools are."""
+    """Owner of the device pools."""
 
     OWNED = "owned"
     """The daemon allocates memory and page ids; engines attach."""
@@ -129,7 +129,7 @@ class DevicePages(FrozenModel):
     swa: NonNegative = 0
     """Pages of the window pool; 0 for a model without windows."""
     request: NonNegative = 0
-    """Request slots: how many requests can hold per-request state at once."""
+    """Request slots: requests that can hold per-request state at once."""
 
 
 class HostLayout(StrEnum):
@@ -162,14 +162,14 @@ class HostPool(FrozenModel):
     size_bytes: ByteSize = ByteSize(0)
     """Size in bytes ("64GiB" is understood), rounded down to whole pages; or give `pages`."""
     layout: HostLayout = HostLayout.PAGE_FIRST
-    """`layer_first`, or `page_first` (`page_first_direct` is the same here). What prefill nodes send goes in few long operations
-    when they keep the component in the same layout (`device_layout`)."""
+    """`layer_first`, or `page_first` (`page_first_direct` is the same here). Prefill nodes with the same layout of the component
+    (`device_layout`) send its pages in few long operations."""
     directory: Path = Path("/dev/shm")  # noqa: S108 - the shared-memory file system, not a place for scratch files
-    """Where the shared files are made: a tmpfs or hugetlbfs; another file system is refused."""
+    """Directory of the shared files: a tmpfs or hugetlbfs; another file system is refused."""
     extent_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
     """Longest stretch that is registered with a network card at once."""
     mapping_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(64 << 30)
-    """Longest shared file; a larger pool is made of several."""
+    """Longest shared file; a larger pool has several."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -194,19 +194,18 @@ class PrefillPools(FrozenModel):
     """`owned`: the daemon allocates, engines attach; `adopted`: the engine brings its own tensors and page ids."""
     device: DevicePages = DevicePages()
     device_layout: DeviceLayout = DeviceLayout.PAGE_FIRST
-    """Of owned memory. `page_first`: a page of all layers is one stretch of memory, and prefill sends it as one operation to a
-    decode node that has the same; engines see tensors with strides between pages. `layer_first`, for engines whose kernels want
-    all pages of a layer side by side; then on both sides."""
-
+    """Layout of owned memory. `page_first`: a page of all layers is one stretch of memory, and prefill sends it as one
+    operation to a decode node with the same layout; engines see tensors with strides between pages. `layer_first`: for engines
+    whose kernels want all pages of a layer side by side; then on both sides."""
     keep_s: Annotated[float, Field(ge=0, le=7 * 86_400, allow_inf_nan=False)] = 0.0
-    """For so many seconds the pools in host memory, with the prefixes in them (`tier.host`), outlive this daemon: the next one
-    of the same instance and node name goes on with them if it starts by then, and is warm. They take their memory until then;
-    `kvbridge clean` removes them afterwards, as does every daemon that starts. 0: they end with the daemon."""
+    """Seconds for which the pools in host memory outlive this daemon with their prefixes (`tier.host`), and keep their memory.
+    A daemon of the same instance and node that starts in time takes them over, and is warm. Later, `kvbridge clean` and every
+    daemon that starts remove them. 0: they end with the daemon."""
 
     @model_validator(mode="before")
     @classmethod
     def _leave_adopted(cls, given: object) -> object:
-        """What an engine brings lies as it does: no layout of ours is asked for unless somebody does."""
+        # An engine's own tensors have its layout: without a setting, no layout is asked for.
         if isinstance(given, Mapping) and given.get("memory") == MemoryOwner.ADOPTED:
             return {"device_layout": DeviceLayout.LAYER_FIRST, **given}
         return given

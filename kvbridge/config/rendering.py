@@ -18,7 +18,7 @@ WIDTH = 120
 UNBROKEN = "\u00a0"
 """A space at which no line is broken."""
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_us": "microseconds"}
-"""What the end of a key's name says about its value."""
+"""Unit of a value by the end of its key."""
 
 
 def render_commented(config: BaseModel, *, top: str, complete: bool) -> str:
@@ -37,7 +37,7 @@ def _section(config: BaseModel, depth: int, *, complete: bool) -> Iterator[str]:
         if not depth:
             yield ""
         if isinstance(value, BaseModel):
-            yield from _comment(_of_section(type(config), name, type(value)), depth)
+            yield from _comment(field_docs(type(config)).get(name) or " ".join((value.__doc__ or "").split()), depth)
             yield f"{'  ' * depth}{name}:"
             yield from _section(value, depth + 1, complete=complete)
             continue
@@ -49,7 +49,7 @@ def _section(config: BaseModel, depth: int, *, complete: bool) -> Iterator[str]:
 
 
 def describe_field(kind: type[BaseModel], name: str) -> str:
-    """Return a field's docstring with the values that it may have, its unit and its default."""
+    """Return a field's docstring with its choices, unit and default."""
     field, text = kind.model_fields[name], field_docs(kind).get(name, "")
     choices = [choice.value for choice in _choices(field.annotation)]
     if not all(choice in text for choice in choices):
@@ -62,12 +62,8 @@ def describe_field(kind: type[BaseModel], name: str) -> str:
     return f"{text} ({', '.join(facts)})" if facts else text
 
 
-def _of_section(kind: type[BaseModel], name: str, section: type[BaseModel]) -> str:
-    return field_docs(kind).get(name) or " ".join((section.__doc__ or "").split())
-
-
 def _optional_section(field: FieldInfo, depth: int) -> Iterator[str]:
-    """The keys of a section that is null, in comments."""
+    """Yield the keys of a section that is null, as comments."""
     for kind in get_args(field.annotation):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield from _comment("These keys in place of null:", depth)
@@ -76,7 +72,7 @@ def _optional_section(field: FieldInfo, depth: int) -> Iterator[str]:
 
 
 def _choices(annotation: Any) -> tuple[StrEnum, ...]:  # noqa: ANN401 - any type that a field may have
-    """Every value of the enumeration that an annotation is, may be, or is a sequence of."""
+    """Return the values of the enumeration that an annotation is, may be, or is a sequence of."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             return tuple(kind)

@@ -1,4 +1,4 @@
-"""Settings of prefixes that stay: which model their pages belong to, the host memory below the device, the stores below that."""
+"""Settings of cached prefixes: the model of their pages, host memory below the device, a store below host memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class FileStoreSettings(FrozenModel):
     """Pages as files of one directory of this host, which several daemons may share."""
 
     kind: Literal["files"] = "files"
-    """What it is."""
+    """Kind of the store."""
     directory: Path
-    """Made with mode 0700 if it is not there. It must belong to the daemon's user, and to nobody else."""
+    """Directory of the files, made with mode 0700 if it is not there. Only the daemon's user may have access."""
     max_bytes: Annotated[ByteSize, Field(gt=0)]
-    """Most bytes that all files in the directory take together. Of daemons that share a directory each has a bound of its own."""
+    """Most bytes of all files in the directory together. Each daemon that shares the directory has a bound of its own."""
 
 
 class MooncakeStoreSettings(FrozenModel):
-    """A Mooncake Store, whose memory others provide: this node only puts and gets."""
+    """A Mooncake Store with memory of other processes: this node only puts and gets."""
 
     kind: Literal["mooncake"] = "mooncake"
-    """What it is."""
+    """Kind of the store."""
     master: Annotated[str, Field(pattern=r"^[^\s:]+:[0-9]{1,5}$")]
     """host:port of mooncake_master."""
     host: str = "127.0.0.1"
@@ -43,20 +43,20 @@ class MooncakeStoreSettings(FrozenModel):
 
 
 class StoreLimits(FrozenModel):
-    """How long a store is waited for, and how much it is given to do. It is used in a process of its own."""
+    """Waits for a store, which has a process of its own."""
 
     start_s: Seconds = 120.0
-    """For a process to be ready: longer than Mooncake waits for its master."""
+    """Its process is ready. Longer than Mooncake waits for its master."""
     put_s: Seconds = 10.0
-    """For an order to store pages; who fetches some waits `tier.prefetch_s`."""
+    """One order to store pages has ended. For fetches see `tier.prefetch_s`."""
     drop_s: Seconds = 60.0
-    """For all objects of the model to be dropped (`DELETE /v1/prefixes`), and for what is being written to end before."""
+    """All objects of the model are dropped (`DELETE /v1/prefixes`), after the writes under way."""
     settle_s: Seconds = 2.0
-    """From the deadline of an order to the end of the process, if its pages are not settled by then."""
+    """Pages of an order that is past its deadline are settled, or else the process is ended."""
     failures: Positive = 3
-    """In a row, after which the store is not asked for a while."""
+    """Failures in a row after which the store is not asked for a while."""
     remember_s: Annotated[float, Field(ge=0)] = 5.0
-    """How long what was missing or bad is not asked for again."""
+    """A missing or bad object is not asked for again for so long."""
 
 
 StoreSettings = Annotated[FileStoreSettings | MooncakeStoreSettings, Field(discriminator="kind")]
@@ -66,47 +66,47 @@ Text = Annotated[str, Field(max_length=200)]
 
 
 class CopyBackend(StrEnum):
-    """What copies pages between a device and their twins on the host."""
+    """Engine of copies between a device and host memory."""
 
     KERNEL = "kernel"
-    """One launch of a kernel for all pages, layers and components, on few of the GPU's multiprocessors."""
+    """One kernel launch for all pages, layers and components, on few of the GPU's multiprocessors."""
     DIRECT = "direct"
-    """The GPU's copy engines, in one batch, without any multiprocessor; they need pages that are one stretch of memory."""
+    """The GPU's copy engines, in one batch and without multiprocessors; each page must be one stretch of memory."""
 
 
 class BackupPolicy(StrEnum):
-    """When cached pages are copied to the host."""
+    """Time at which cached pages are copied to the host."""
 
     WRITE_THROUGH = "write_through"
     """As they come."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """Once they have been used `uses` times."""
+    """After `uses` uses."""
     WRITE_BACK = "write_back"
-    """The oldest, ahead of need: while the device has less than `low_share` of its pages to give without losing anything."""
+    """The oldest ones, ahead of need: while the device can give less than `low_share` of its pages without losing a prefix."""
 
 
 class HostBackup(FrozenModel):
-    """Which pages are copied to the host, when, and how much of the link to the device that may take."""
+    """Pages that are copied to the host, the time of the copies, and their share of the link to the device."""
 
     policy: BackupPolicy = BackupPolicy.WRITE_THROUGH
-    """`write_through`: every page as it comes. `write_through_selective`: what was used `uses` times. `write_back`: the oldest,
-    while fewer than `low_share` of the device's pages could be given away without losing a prefix. A request waits for none but one
-    that is copying the very pages it needs."""
+    """`write_through`: every page as it comes. `write_through_selective`: pages that were used `uses` times. `write_back`: the
+    oldest pages, while the device can give less than `low_share` of its pages without losing a prefix. A request waits only for
+    a copy of the very pages that it needs."""
     uses: Positive = 2
-    """`write_through_selective`: so often, the request that computed the page included."""
+    """`write_through_selective`: number of uses, the request that computed the page included."""
     low_share: Annotated[float, Field(gt=0, le=1)] = 0.25
-    """`write_back`: share of the device's pages that are free, or cached on the host as well."""
+    """`write_back`: share of the device's pages that are to be free, or cached on the host as well."""
     order_pages: Positive = 256
-    """Pages of `tokens_per_page` tokens that are on their way at one time, of all requests together."""
+    """Pages of `tokens_per_page` tokens that are copied at one time, for all requests together."""
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the time in which a rank copies to the host. The rest is left to transfers and to loads of sparse rows."""
+    """Largest share of the time in which a rank copies to the host. The rest is for transfers and for loads of sparse rows."""
 
 
 class HostTier(FrozenModel):
-    """Host memory for prefixes below the device: *twins*, host pages that hold what device pages hold.
+    """Host memory for prefixes below the device: host pages with copies of device pages.
 
-    On prefill, of everything that a prefix takes; on decode, of what is not in the host pool anyway (`pools.host`). They are made
-    where the host pool is made, and page-locked like it.
+    Prefill copies everything that a prefix takes; decode all but the components of the host pool (`pools.host`). The pages are
+    made where the host pool is made, and page-locked like it.
     """
 
     pages: NonNegative = 0
@@ -114,13 +114,13 @@ class HostTier(FrozenModel):
     size_bytes: ByteSize = ByteSize(0)
     """Size in bytes ("64GiB" is understood) with checkpoints, rounded down to whole pages; or give `pages`."""
     checkpoint_pages: NonNegative = 0
-    """Prefill, models with windows: how many checkpoints of windows and states. Without one at its end, or close to it, a prefix is
-    of no use, so count one for each prompt that is to be kept."""
+    """Prefill, models with windows: number of checkpoints of windows and states. A prefix is of no use without one at or near its
+    end, so count one for each prompt that is to be kept."""
     layout: HostLayout = HostLayout.LAYER_FIRST
-    """`layer_first`; `page_first`: a page is one stretch of memory; `page_first_direct`: the same, with backend `direct`."""
+    """`layer_first`; `page_first`: a page is one stretch of memory; `page_first_direct`: the same with backend `direct`."""
     backend: CopyBackend | None = None
-    """`direct`: the copy engines, for pages of `page_first` on the device (`pools.device_layout`) as on the host; `kernel`: for
-    all. Null: `direct` where that is possible, else `kernel`."""
+    """`direct`: the copy engines, with `page_first` both on the device (`pools.device_layout`) and on the host; `kernel`: any
+    layout. Null: `direct` where that is possible, else `kernel`."""
     backup: HostBackup = HostBackup()
 
     @model_validator(mode="before")
@@ -140,46 +140,40 @@ class HostTier(FrozenModel):
 
 
 class TierConfig(FrozenModel):
-    """Prefixes that stay. Page keys begin with the model: pages of two models, or of two revisions of one, are never mixed up."""
+    """Cached prefixes. Page keys begin with the model, so pages of two models, or of two revisions of one, are never mixed up."""
 
     enabled: bool = False
-    """Whether pages stay here, under the page keys of requests. Needs `model_name` and `model_revision`. Engines of a prefill node
-    that only says which model it holds have to state their keys all the same: decode keeps nothing without them."""
+    """Whether pages are cached here, under the page keys of requests. Needs `model_name` and `model_revision`. A prefill node
+    that sets these two alone caches nothing, but its engines must state page keys: decode caches nothing without them."""
     model_name: Text = ""
-    """Name of the model, the same on all nodes that hold it and in what computes page keys."""
+    """Name of the model, the same on all its nodes and wherever page keys are computed."""
     model_revision: Text = ""
-    """Revision of the model, or a digest of its weights. A decode node that says one takes pages only from prefill nodes that say
+    """Revision of the model, or a digest of its weights. A decode node with a revision takes pages only from prefill nodes with
     the same: set it on prefill nodes first."""
-
     retained_share: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of all pages that can be cached which one namespace may have retained at once: its requests say with `retention` that
-    their pages are to go after others. Beyond it they count as without, also beyond half of all pages for all namespaces together
-    (or this share, if it is larger). 0: `retention` is without effect here."""
-
+    """Share of all pages that one namespace may have retained at once. Requests say with `retention` that their pages are evicted
+    after others; beyond the share it has no effect, nor beyond half of all pages (or this share, if larger) for all namespaces
+    together. 0: `retention` has no effect here."""
     checkpoint_interval_tokens: NonNegative = 0
-    """Prefill, models with windows: so often in a prompt its engine is asked to keep windows and states, from which others go on
-    that have the same tokens so far, rounded down to whole pages. Each takes pages of `pools.device.swa`. 0: only at a prompt's end
-    and where a second one has left what is known of it."""
-
+    """Prefill, models with windows: distance in a prompt, rounded down to whole pages, at which the engine is asked to keep
+    windows and states, so that prompts with the same tokens can continue there. Each takes pages of `pools.device.swa`. 0: only
+    at a prompt's end, and where a later prompt left the known prefix."""
     generated: bool = True
-    """Decode: whether pages of answers stay too, as far as engines say with `release` what is in them. Their rows were computed one
-    token at a time, so whoever goes on from them gets other roundings than one who computes the whole prompt; false: the prompt's
-    pages only."""
-
+    """Decode: whether pages of answers are cached too, as far as engines state their keys with `release`. Their rows were
+    computed one token at a time, so their roundings differ from those of a computed prompt. False: the prompt's pages only."""
     host: HostTier | None = None
-    """Host memory below the device, to which prefixes move when the device has no room for them. Null: none; what the device has no
-    room for is gone."""
-
+    """Host memory below the device, for prefixes that the device has no room for. Null: none; such prefixes are lost."""
     store: StoreSettings | None = None
-    """Where prefixes go below host memory, so that they outlive this daemon, or are found by others: `files` or `mooncake`. Needs
-    `host`. Null: nowhere."""
+    """Store below host memory, whose prefixes outlive this daemon and are found by others: `files` or `mooncake`. Needs `host`.
+    Null: none."""
     store_limits: StoreLimits = StoreLimits()
     prefetch_s: Seconds = 0.5
-    """A request waits at most so long, before it is admitted, for what the store has of its prompt; it goes on with what came."""
+    """Longest wait of a request, before its admission, for pages of its prompt from the store. It goes on with those that
+    came."""
 
     @property
     def model(self) -> ModelIdentity | None:
-        """What the node says it holds; None: nothing."""
+        """The model that the node states; None: it states none."""
         if not self.model_name:
             return None
         return ModelIdentity(name=self.model_name, revision=self.model_revision)
@@ -191,12 +185,12 @@ class TierConfig(FrozenModel):
         if self.enabled and not self.model_revision:
             raise ValueError(
                 "enabled without model_name and model_revision: geometry does not tell weights apart, and pages of other weights "
-                "under the same key would be wrong answers; set both"
+                "under the same key would give wrong answers; set both"
             )
         if self.host is not None and not self.enabled:
-            raise ValueError("host is set but nothing stays: set enabled to true, or host to null")
+            raise ValueError("host is set but nothing is cached: set enabled to true, or host to null")
         if self.store is not None and self.host is None:
             raise ValueError(
-                "store is set but host is not: what a store has comes to host memory first; set host, or store to null"
+                "store is set but host is not: pages from a store come to host memory first; set host, or store to null"
             )
         return self

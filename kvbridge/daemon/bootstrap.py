@@ -26,7 +26,7 @@ from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.store import MemoryStore, PairingState, RoomTimes, Store
 from kvbridge.config.loading import read_secret, read_token
-from kvbridge.config.services import BootstrapConfig, StoreKind
+from kvbridge.config.schema import BootstrapConfig, StoreKind
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import Service
 from kvbridge.daemon.lifecycle import Traces

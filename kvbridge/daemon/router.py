@@ -12,7 +12,7 @@ from kvbridge import __version__
 from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
 from kvbridge.config.loading import read_token
-from kvbridge.config.services import RouterConfig
+from kvbridge.config.schema import RouterConfig
 from kvbridge.core.ids import Role
 from kvbridge.daemon.front import Service
 from kvbridge.http.router_app import create_router_app

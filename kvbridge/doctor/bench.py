@@ -1,8 +1,8 @@
 """Bytes moved to a peer for a trial: a `Lender` lends memory, a `Trial` writes there, measures, and compares every byte.
 
-Bytes go from a scratch buffer to scattered places of the lent one. Before each measured round the lent buffer is overwritten,
-and afterwards its checksum is compared with that of what should be there; the time for both is not counted. The memory is scratch:
-Mooncake lets anybody who reaches its port write into it, and nothing believes what is in it.
+Bytes go from a scratch buffer to scattered places of the lent one. Before each measured round the lent buffer is overwritten, and
+after it the checksums of both sides are compared; the time for both is not counted. Mooncake lets anybody who reaches its port write
+into the lent memory, so nothing relies on its content.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -47,9 +47,9 @@ from kvbridge.transport.registry import create_transport
 MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB
 SIZES_BYTES = (37_440, 256 << 10, MIB, 16 * MIB)
-"""A page of the compressed cache, and rounder numbers up to what a pool's extent moves at once."""
+"""A page of the compressed cache, and rounder numbers up to the length of one operation for a pool's extent."""
 IDLE_S = 30.0
-"""A trial of which nothing was heard for so long gives way to another one."""
+"""A trial that says nothing for so long gives way to another one."""
 POLL_PAUSE_S = 0.0001
 LATENCY_ROUNDS = 30
 CONNECT_S = 30.0
@@ -58,7 +58,7 @@ ROUND_S = 60.0
 
 
 class Question(FrozenModel):
-    """What a trial asks: make a transport and say where the memory is; fill the memory; say the CRC-32C of its first bytes; end."""
+    """A trial's question: make a transport and say where the memory is; fill the memory; say the CRC-32C of its first bytes; end."""
 
     ask: Literal["open", "fill", "checksum", "close"]
     trial: str
@@ -68,12 +68,12 @@ class Question(FrozenModel):
 
 
 class Answer(FrozenModel):
-    """What is answered; only what was asked for is set."""
+    """Answer to a question; only the fields that the question asks for are set."""
 
     error: str = ""
     version: str = ""
     endpoint: str = ""
-    """Of the transport, in base64."""
+    """The transport's endpoint, in base64."""
     address: NonNegative = 0
     length_bytes: NonNegative = 0
     checksum: NonNegative = 0
@@ -103,22 +103,18 @@ class Measured(FrozenModel):
 
 
 def make_buffer(directory: Path = DEFAULT_DIRECTORY, length_bytes: int = BUFFER_BYTES) -> SharedMapping:
-    """Return scratch memory; named like a pool, so that `kvbridge clean` sweeps it when this process is killed."""
+    """Return scratch memory; named like a pool, so that `kvbridge clean` removes it when this process is killed."""
     name = f"{POOL_PREFIX}{secrets.token_hex(6)}-{secrets.token_hex(8)}.bench-{os.getpid()}"
     return SharedMapping.create(directory, name, length_bytes)
 
 
 class Lender(Closing):
-    """Answers the questions of one trial at a time."""
+    """Answers the questions of one trial at a time. It owns its buffer."""
 
     def __init__(self, buffer: SharedMapping, settings: TransportSettings, *, clock: Clock = monotonic) -> None:
-        """Owns `buffer` from then on."""
-        self._buffer = buffer
-        self._settings = settings
-        self._clock = clock
+        self._buffer, self._settings, self._clock = buffer, settings, clock
         self._transports: dict[str, Transport] = {}
-        self._trial = ""
-        self._heard_s = 0.0
+        self._trial, self._heard_s = "", 0.0
         self._closing = ExitStack()
         self._closing.callback(buffer.close)
 
@@ -127,19 +123,23 @@ class Lender(Closing):
         self._closing.close()
 
     def answer(self, packed: bytes) -> bytes:
-        """Answer a question. What goes wrong is in the answer."""
+        """Answer a question, with the error where there is one."""
         try:
             answer = self._answer(Question.model_validate_json(packed, extra="ignore"))
         except ValidationError as error:
-            answer = Answer(
-                error=f"this release ({__version__}) does not know the question: {error.errors()[0]['msg']}"
-            )
+            unknown = f"this release ({__version__}) does not know the question: {error.errors()[0]['msg']}"
+            answer = Answer(error=unknown)
         except BridgeError as error:
             answer = Answer(error=str(error))
         return answer.model_dump_json().encode()
 
     def _answer(self, question: Question) -> Answer:
-        self._admit(question)
+        now_s = self._clock()
+        if self._trial not in {"", question.trial} and now_s - self._heard_s < IDLE_S:
+            raise CapacityError(
+                f"another trial is under way; try again when it has ended, or {IDLE_S:g} s after its last word"
+            )
+        self._trial, self._heard_s = question.trial, now_s
         length_bytes, own_bytes = question.length_bytes, self._buffer.length_bytes
         if length_bytes > own_bytes:
             raise InvalidInputError(f"the buffer has {own_bytes} bytes, asked for {length_bytes}")
@@ -157,14 +157,6 @@ class Lender(Closing):
                 self._trial = ""
         return Answer()
 
-    def _admit(self, question: Question) -> None:
-        now_s = self._clock()
-        if self._trial not in {"", question.trial} and now_s - self._heard_s < IDLE_S:
-            raise CapacityError(
-                f"another trial is under way; try again when it has ended, {IDLE_S:g} s after its last word"
-            )
-        self._trial, self._heard_s = question.trial, now_s
-
     def _transport(self, name: str) -> Transport:
         found = self._transports.get(name)
         if found is None:
@@ -175,30 +167,29 @@ class Lender(Closing):
         return found
 
 
+@dataclass
 class Trial:
     """A connected pair of buffers. Use it as a context manager."""
 
-    def __init__(
-        self, client: RequestClient, source: SharedMapping, settings: TransportSettings, transport: str
-    ) -> None:
-        self._client = client
-        self._source = source
-        self._name = transport
-        self._settings = settings
-        self._id = secrets.token_hex(8)
-        self._rng = np.random.default_rng()
-        self._closing = ExitStack()
+    client: RequestClient
+    source: SharedMapping
+    settings: TransportSettings
+    name: str
+    """The transport."""
+    _id: str = field(default_factory=lambda: secrets.token_hex(8))
+    _rng: np.random.Generator = field(default_factory=np.random.default_rng)
+    _closing: ExitStack = field(default_factory=ExitStack)
 
     def __enter__(self) -> Self:
-        """Have the other side make its transport, make ours and connect. Raises TransportError, PeerError, DeadlineError."""
+        """Make a transport on each side and connect them. Raises TransportError, PeerError, DeadlineError."""
         with ExitStack() as opened:
-            lent = self._ask("open", transport=self._name)
+            lent = self._ask("open", transport=self.name)
             opened.callback(self._ask, "close")
-            self._transport = create_transport(self._name, self._settings)
+            self._transport = create_transport(self.name, self.settings)
             opened.callback(self._transport.close)
-            self._transport.register([self._source.extent])
-            self._peer = self._connect(Endpoint(transport=self._name, data=base64.b64decode(lent.endpoint)))
-            self._target, self._length_bytes = lent.address, min(lent.length_bytes, self._source.length_bytes)
+            self._transport.register([self.source.extent])
+            self._peer = self._connect(Endpoint(transport=self.name, data=base64.b64decode(lent.endpoint)))
+            self._target, self._length_bytes = lent.address, min(lent.length_bytes, self.source.length_bytes)
             self._closing = opened.pop_all()
         return self
 
@@ -206,13 +197,13 @@ class Trial:
         self._closing.close()
 
     def measure(self, size_bytes: int, effort: Effort) -> Measured:
-        """Move operations of one size. Raises DigestMismatchError when what arrived is not what was sent."""
+        """Move operations of one size. Raises DigestMismatchError when other bytes arrive than were sent."""
         count = max(1, min(effort.round_bytes, self._length_bytes) // size_bytes)
         times_s = [self._round(size_bytes, count) for _ in range(effort.rounds + 1)][1:]  # the first opens connections
         alone = self._operations(np.zeros(1, dtype=np.int64), size_bytes)
         latencies_s = [self._move(alone, pause_s=0) for _ in range(LATENCY_ROUNDS)]
         return Measured(
-            transport=self._name,
+            transport=self.name,
             operation_bytes=size_bytes,
             operations=count,
             bytes_per_s=count * size_bytes / statistics.median(times_s),
@@ -222,9 +213,9 @@ class Trial:
         )
 
     def _round(self, size_bytes: int, count: int) -> float:
-        """Move `count` operations, scattered over the target, and return the seconds; every byte is compared."""
+        """Move `count` operations to scattered places, compare every byte, and return the seconds of the move."""
         places, used = self._rng.permutation(count), count * size_bytes
-        with self._source.buffer as whole, whole[:used] as part:
+        with self.source.buffer as whole, whole[:used] as part:
             sent: npt.NDArray[np.uint8] = np.frombuffer(part, dtype=np.uint8)
             sent[:] = np.frombuffer(self._rng.bytes(used), dtype=np.uint8)
             expected = np.empty_like(sent).reshape(count, size_bytes)
@@ -234,18 +225,18 @@ class Trial:
         took_s = self._move(self._operations(places, size_bytes))
         if self._ask("checksum", length_bytes=used).checksum != crc32c.crc32c(expected.reshape(-1).data):
             raise DigestMismatchError(
-                f"{self._name} reported {count} operations of {size_bytes} bytes as done, and other bytes are there"
+                f"{self.name} reported {count} operations of {size_bytes} bytes as done, and other bytes are there"
             )
         return took_s
 
     def _operations(self, places: npt.NDArray[np.int64], size_bytes: int) -> Operations:
-        """Operation i goes to slot `places[i]`; those that are too long for the backend are cut."""
+        """Return operations to slot `places[i]` each; those that are too long for the backend are cut."""
         cut = np.arange(0, size_bytes, self._transport.max_operation_bytes, dtype=np.uint64)
         lengths = np.minimum(np.uint64(self._transport.max_operation_bytes), np.uint64(size_bytes) - cut)
         slots = np.arange(len(places), dtype=np.uint64)[:, None] * np.uint64(size_bytes)
         targets = places.astype(np.uint64)[:, None] * np.uint64(size_bytes)
         return Operations(
-            (slots + cut + np.uint64(self._source.address)).ravel(),
+            (slots + cut + np.uint64(self.source.address)).ravel(),
             (targets + cut + np.uint64(self._target)).ravel(),
             np.tile(lengths, len(places)),
         )
@@ -256,7 +247,7 @@ class Trial:
         while not (status := transfer.poll()).state.terminal:
             time.sleep(pause_s)
         if status.state is not TransferState.DONE:
-            raise TransportError(f"{self._name} could not move {operations.total_bytes} bytes: {status.error}")
+            raise TransportError(f"{self.name} could not move {operations.total_bytes} bytes: {status.error}")
         return time.perf_counter() - begun_s
 
     def _connect(self, endpoint: Endpoint) -> Peer:
@@ -264,14 +255,14 @@ class Trial:
         until_s = time.monotonic() + CONNECT_S
         while (peer := connection.poll()) is None:
             if time.monotonic() > until_s:
-                raise DeadlineError(f"{self._name} is still connecting after {CONNECT_S:g} s")
+                raise DeadlineError(f"{self.name} is still connecting after {CONNECT_S:g} s")
             time.sleep(POLL_PAUSE_S)
         return peer
 
     def _ask(self, ask: Any, **asked: Any) -> Answer:  # noqa: ANN401 - the fields of Question
         question = Question(ask=ask, trial=self._id, **asked)
         try:
-            answer = Answer.model_validate_json(self._client.ask(question.model_dump_json().encode()), extra="ignore")
+            answer = Answer.model_validate_json(self.client.ask(question.model_dump_json().encode()), extra="ignore")
         except ValidationError as error:
             raise PeerError(
                 f"the other side answers something else: is it `kvbridge bench-peer --listen`? ({error})"
@@ -279,8 +270,3 @@ class Trial:
         if answer.error:
             raise PeerError(f"the other side: {answer.error}")
         return answer
-
-    _transport: Transport
-    _peer: Peer
-    _target: int
-    _length_bytes: int

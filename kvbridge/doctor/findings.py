@@ -7,8 +7,7 @@ from functools import partial
 
 from pydantic import ByteSize, Field
 
-from kvbridge.config.schema import DaemonConfig, DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DaemonConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.transports import MooncakeProtocol, TransportName, TransportSettings
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.ids import FrozenModel

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.config.endpoints import is_wildcard
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor import devices, memory, network, reach, software

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from kvbridge.config.services import DispatchOrder, RouterConfig
+from kvbridge.config.schema import DispatchOrder, RouterConfig
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import ROOM_BITS, Role

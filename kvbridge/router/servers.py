@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from kvbridge.api.directory import InstanceView
-from kvbridge.config.services import RouterTimeouts
+from kvbridge.config.schema import RouterTimeouts
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import Role
 

@@ -16,7 +16,7 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from kvbridge.api.client import is_refused_connection, is_timeout
-from kvbridge.config.services import RouterTimeouts
+from kvbridge.config.schema import RouterTimeouts
 from kvbridge.core.errors import PeerError
 from kvbridge.router.bodies import Asked, Body
 

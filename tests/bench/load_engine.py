@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvbridge.cli.trace import prompt_tokens, read_trace
+from kvbridge.cli.fit import prompt_tokens, read_trace
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent

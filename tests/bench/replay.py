@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvbridge.cli.fit import TraceRequest, read_trace
 from kvbridge.cli.local_cluster import used_pages, wait_all_ready
-from kvbridge.cli.trace import TraceRequest, read_trace
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.pages import pages_needed

@@ -22,8 +22,7 @@ from packaging.requirements import Requirement
 
 from kvbridge.api.endpoint_file import DaemonEndpoint
 from kvbridge.config.loading import load_config
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.processes import ChildProcess, child_environment, stop_all, wait_for
 from tests.helpers.other_user import as_user
 

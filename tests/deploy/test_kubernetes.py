@@ -18,8 +18,7 @@ import yaml
 
 from kvbridge.config.limits import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.loading import load_config
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "kubernetes"
 OVERLAYS = ("one-host", "replicated-bootstrap", "rdma")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset

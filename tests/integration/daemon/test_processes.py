@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge import processes
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.bootstrap import BootstrapDaemon

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from kvbridge.config.services import RouterConfig
+from kvbridge.config.schema import RouterConfig
 from kvbridge.core.ids import Role
 from kvbridge.daemon.router import RouterDaemon
 from tests.helpers.openai_servers import ADDRESSES, WAIT_S, HeldRooms, OpenAiServer, Received

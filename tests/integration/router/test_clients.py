@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.ids import Role
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from tests.helpers.fleet import Fleet as FleetOfNodes

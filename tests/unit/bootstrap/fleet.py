@@ -17,7 +17,7 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.redis_store import RedisStore, redis_client
 from kvbridge.bootstrap.store import MemoryStore, RoomTimes
 from kvbridge.config.limits import BootstrapTimeouts
-from kvbridge.config.services import PairingConfig
+from kvbridge.config.schema import PairingConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, StaleError, UnknownRoomError

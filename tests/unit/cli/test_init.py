@@ -12,8 +12,7 @@ from kvbridge.cli.config import DaemonRole
 from kvbridge.cli.init import POOL_BYTES
 from kvbridge.cli.main import app
 from kvbridge.cli.up import read_cluster
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.models import PRESETS
 from kvbridge.daemon.memory import plan_memory

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from kvbridge.cli.trace import SimulatedCache, read_trace
+from kvbridge.cli.fit import SimulatedCache, read_trace
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 from tests.helpers.traces import trace_line, write_trace

@@ -19,8 +19,7 @@ from kvbridge.config.loading import (
     read_token,
     render_config,
 )
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 
 NODE = {"instance": "a", "model": {"preset": "tiny-v4"}, "pools": {"device": {"full": 8}}}

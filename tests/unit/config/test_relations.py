@@ -7,8 +7,7 @@ import pytest
 from kvbridge.config.endpoints import HttpConfig, ListeningControlConfig
 from kvbridge.config.loading import load_config, render_config
 from kvbridge.config.pools import ParallelismConfig
-from kvbridge.config.schema import LONGEST_RUNTIME_DIR, DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import LONGEST_RUNTIME_DIR, BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 
 KEY = "k" * 40

@@ -10,8 +10,7 @@ from typer.testing import CliRunner
 from kvbridge.cli import config as config_command
 from kvbridge.cli import keys as keys_command
 from kvbridge.config.loading import load_config, read_secret, render_config
-from kvbridge.config.schema import PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, PrefillConfig
 from kvbridge.control.keys import generate_keys, load_keys, read_allowed
 from kvbridge.core.errors import ConfigError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.api.status import Readiness, RegistrationState
-from kvbridge.config.schema import PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, PrefillConfig
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon

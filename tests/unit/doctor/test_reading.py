@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvbridge.config.loading import load_config
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.transports import TransportSettings
 from kvbridge.doctor.findings import Needs, Port, needs_of
 from kvbridge.doctor.memory import read_memory, read_process

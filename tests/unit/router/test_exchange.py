@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.config.services import DispatchOrder, RouterConfig
+from kvbridge.config.schema import DispatchOrder, RouterConfig
 from kvbridge.core.errors import PeerError
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import Asked, Body

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.config.services import RouterTimeouts
+from kvbridge.config.schema import RouterTimeouts
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import Role
 from kvbridge.router.servers import LOST_AFTER, Server, Servers, ServerWatch
