@@ -55,33 +55,39 @@ class BenchOptions:
     """The options of `kvbridge bench-peer`."""
 
     address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="Where the other side listens; with --listen: where to listen.")
+        str,
+        typer.Argument(metavar="HOST:PORT", help="Address of the other side; with --listen: the address to listen on."),
     ] = DEFAULT_ADDRESS
     listen: Annotated[bool, typer.Option("--listen", help="Lend memory to the other side until Ctrl-C.")] = False
     transport: Annotated[
         list[TransportName] | None,
         typer.Option(
             "--transport",
-            help="Only this one. May be repeated. Default: transports.order, or all; local only within a host.",
+            help="Only this transport. May be repeated. Default: transports.order, or all; local only within a host.",
         ),
     ] = None
     config: FileOption = None
     role: Annotated[
         DaemonRole | None,
-        typer.Option("--role", help="Whose configuration: its transports and control.curve are used."),
+        typer.Option(
+            "--role", help="The daemon that the configuration is for: its transports and control.curve are used."
+        ),
     ] = None
     overrides: SetOption = None
     host: Annotated[
         str,
         typer.Option(
-            "--host", metavar="ADDRESS", help="This host's address for Mooncake; default: as configured, or as routed."
+            "--host", metavar="ADDRESS", help="This host's address for Mooncake. Default: as configured, or as routed."
         ),
     ] = ""
     server_key: Annotated[
-        str, typer.Option("--server-key", metavar="KEY", help="The other side's public key; default: our own pair's.")
+        str,
+        typer.Option(
+            "--server-key", metavar="KEY", help="Public key of the other side. Default: that of our own pair."
+        ),
     ] = ""
     insecure: InsecureOption = False
-    brief: Annotated[bool, typer.Option("--brief", help="Two sizes, 16 MiB a round: some seconds.")] = False
+    brief: Annotated[bool, typer.Option("--brief", help="Two sizes, 16 MiB a round: takes some seconds.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False
 
 
@@ -92,11 +98,11 @@ def bench_peer(options: BenchOptions) -> None:
     On one host: kvbridge bench-peer --listen 10.0.0.2:7909; on the other: kvbridge
     bench-peer 10.0.0.2:7909. The second writes into scratch memory of the first, in
     operations of 37,440 B (a page), 256 KiB, 1 MiB and 16 MiB, compares every byte, and
-    shows the rate beside what the card can do (within one host: what copying can).
-    Transports are as a daemon has them. Beyond loopback it wants CURVE keys
+    shows the rate beside that of the network card (within one host: of a copy).
+    Transports are set up as in a daemon. Beyond loopback it needs CURVE keys
     (--config, --role), or --insecure: the scratch memory is then open to the network.
 
-    Exit codes: 0: every transport moved every byte; 1: not so; 2: wrong usage.
+    Exit codes: 0: every transport moved every byte; 1: one did not; 2: wrong usage.
     """
     address = parse_address(options.address)
     if address is None or (options.config is None) != (options.role is None):
@@ -125,7 +131,7 @@ def parse_address(address: str) -> TcpAddress | None:
 
 
 def _loaded(options: BenchOptions, peer: str) -> tuple[TransportSettings, CurveKeys | None, list[TransportName]]:
-    """Return the transports' settings, the keys, and which transports to use."""
+    """Return the settings of the transports, the keys, and the transports to use."""
     own, target = _way(peer)
     settings, keys, host = TransportSettings(order=tuple(TransportName)), None, options.host or own
     if options.role is not None:
@@ -142,11 +148,11 @@ def _loaded(options: BenchOptions, peer: str) -> tuple[TransportSettings, CurveK
 
 
 def _way(peer: str) -> tuple[str, str]:
-    """Return the address of this host by which it reaches a peer, and the peer's; they are one where that is this host."""
+    """Return this host's address towards a peer, and the peer's address. Both are equal where the peer is this host."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing: it only chooses the way
+            probe.connect(address)  # sends nothing: it only chooses the route
             return str(probe.getsockname()[0]), str(address[0])
     except OSError:
         return "127.0.0.1", peer
@@ -208,7 +214,7 @@ def _measure(
 
 
 def _wire(host: str, round_bytes: int) -> tuple[str, float]:
-    """Return what the way to a host is, and what it can do at most (0: not known): the card's speed, or this host's copying."""
+    """Return the name of the way to a host, and its highest rate (0: not known): of the card, or of a copy on this host."""
     own, target = _way(host)
     if is_loopback(target) or own == target:
         return "memcpy on one core of this host", memcpy_bytes_per_s(round_bytes)
@@ -246,6 +252,6 @@ def _rows(measured: list[Measured], wire_bytes_per_s: float) -> Iterator[tuple[s
 def _print(address: str, measured: list[Measured], wire: str, wire_bytes_per_s: float) -> None:
     typer.echo(f"From this host to {address}: every byte compared\n{aligned(_rows(measured, wire_bytes_per_s))}")
     if "memcpy" not in wire and any(each.bytes_per_s > BEYOND * wire_bytes_per_s > 0 for each in measured):
-        typer.echo("More than the wire can: those bytes did not take it. Both sides share a host, and so memory.")
+        typer.echo("Faster than the wire: those bytes did not take it. Both sides share a host, and so memory.")
     known = f"{wire}, {rate(wire_bytes_per_s)}" if wire_bytes_per_s else f"not known ({wire or 'no card found'})"
     typer.echo(f"The wire: {known}. One operation: from handing it over to knowing that it is there, median of 30.")

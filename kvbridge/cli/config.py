@@ -1,4 +1,4 @@
-"""`kvbridge config`: what a daemon would run with; and how every command reads a configuration and says that something is wrong."""
+"""`kvbridge config`, and how every command reads its options and a configuration, and ends with an error."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 OptionsT = TypeVar("OptionsT")
 
 EXIT_FAILED = 1
-"""Exit code of a command that could not do what it was told to."""
+"""Exit code of a command that failed."""
 EXIT_CONFIG = 2
-"""Exit code of every command that is given a wrong configuration. Starting again does not help."""
+"""Exit code of a command with a wrong configuration. Starting again does not help."""
 EXIT_UNAVAILABLE = 3
-"""Exit code of a daemon whose configuration names what is missing, held or unfit on this host. Starting again later may help."""
+"""Exit code of a daemon whose address, file or directory is missing, held or unfit on this host. Starting again later may
+help."""
 
 app = typer.Typer(name="config", help="Look at a daemon's configuration.", no_args_is_help=True)
 
 
 class DaemonRole(StrEnum):
-    """Whose configuration is meant, of a cluster that moves KV caches."""
+    """Daemons of a cluster that moves KV caches."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -40,12 +41,12 @@ class DaemonRole(StrEnum):
 
     @property
     def schema(self) -> type[BaseModel]:
-        """The root of that daemon's configuration."""
+        """The schema of that daemon's configuration."""
         return ROLES[self]
 
 
 class ConfigRole(StrEnum):
-    """Whose configuration is meant, of all that have one."""
+    """Daemons with a configuration."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -60,7 +61,7 @@ ROLES: dict[str, type[BaseModel]] = {
     ConfigRole.ROUTER: RouterConfig,
 }
 
-RoleOption = Annotated[ConfigRole, typer.Option("--role", help="Whose configuration.")]
+RoleOption = Annotated[ConfigRole, typer.Option("--role", help="The daemon that the configuration is for.")]
 FileOption = Annotated[
     Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file; `kvbridge init` writes one.")
 ]
@@ -76,7 +77,7 @@ InsecureOption = Annotated[
 
 
 def fail(error: BridgeError, code: int = EXIT_CONFIG) -> NoReturn:
-    """End the command: an error is one line on standard error and an exit code, not a traceback."""
+    """End the command: print the error to standard error, without a traceback, and exit."""
     typer.echo(str(error), err=True)
     raise typer.Exit(code) from error
 
@@ -89,9 +90,9 @@ def load_or_exit(
     insecure: bool = False,
     flags: Mapping[str, Any] | None = None,
 ) -> ConfigT:
-    """Load a configuration, or say what is wrong with it and end the command.
+    """Load a configuration, or print its mistakes and end the command.
 
-    `flags`: of options of the command itself, by dotted key; None: not given.
+    `flags` are the command's own options, by dotted key; None: not given.
     """
     try:
         flags = {**(flags or {}), "insecure": True if insecure else None}
@@ -101,7 +102,7 @@ def load_or_exit(
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of cells as lines of columns, the first to the left and the others to the right."""
+    """Return rows of cells as aligned columns: the first to the left, the others to the right."""
     cells = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
@@ -115,7 +116,7 @@ def aligned(rows: Iterable[Sequence[str]]) -> str:
 
 
 def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
-    """Make a command of a function that takes its options, a dataclass."""
+    """Make a command of a function that takes its options as one dataclass."""
     hints = get_type_hints(options, include_extras=True)
     parameters = [
         Parameter(
@@ -128,7 +129,7 @@ def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None
     ]
 
     def decorate(action: Callable[[OptionsT], None]) -> Callable[..., None]:
-        def command(**given: Any) -> None:  # noqa: ANN401 - what typer has parsed
+        def command(**given: Any) -> None:  # noqa: ANN401 - as typer parsed them
             action(options(**given))
 
         command.__doc__ = action.__doc__
@@ -152,10 +153,10 @@ def show(role: RoleOption, config: FileOption = None, overrides: SetOption = Non
 
 @app.command()
 def schema(role: RoleOption) -> None:
-    """Print the JSON schema of a configuration, for editors and for whoever generates configurations.
+    """Print the JSON schema of a configuration, for editors and for programs that write configurations.
 
     An editor with a YAML language server checks and completes a file whose first line is
-    `# yaml-language-server: $schema=FILE`, FILE being what this command has printed.
+    `# yaml-language-server: $schema=FILE`, with the output of this command in FILE.
     """
     described = {"$schema": GenerateJsonSchema.schema_dialect, **ROLES[role].model_json_schema()}
     typer.echo(json.dumps(described, indent=2))

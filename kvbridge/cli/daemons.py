@@ -1,4 +1,4 @@
-"""`kvbridge prefill`, `kvbridge decode`, `kvbridge bootstrap`, `kvbridge router`: parse, load the configuration, run, exit code."""
+"""`kvbridge prefill`, `kvbridge decode`, `kvbridge bootstrap`, `kvbridge router`: load the configuration, run, exit code."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ NodeConfigT = TypeVar("NodeConfigT", PrefillConfig, DecodeConfig)
 
 @dataclass
 class NodeOptions:
-    """The options of a node daemon; the rest is for `--config` and `--set`."""
+    """The options of a node daemon; `--config` and `--set` have the rest."""
 
     config: FileOption = None
     overrides: SetOption = None
     insecure: InsecureOption = False
-    parent: Annotated[int | None, typer.Option("--parent", hidden=True, help="End with this process, our parent.")] = (
+    parent: Annotated[int | None, typer.Option("--parent", hidden=True, help="End with this process, the parent.")] = (
         None
     )
 
@@ -58,7 +58,7 @@ class NodeOptions:
 
 @with_options(NodeOptions)
 def prefill(options: NodeOptions) -> None:
-    """Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node."""
+    """Run a prefill daemon: an engine computes the pages of its rooms, and it sends them to decode nodes."""
     loaded = options.load("prefill", PrefillConfig)
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.daemon.prefill import prefill_daemon  # noqa: PLC0415 - a process has one role
@@ -67,7 +67,7 @@ def prefill(options: NodeOptions) -> None:
 
 @with_options(NodeOptions)
 def decode(options: NodeOptions) -> None:
-    """Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine."""
+    """Run a decode daemon: prefill nodes write the pages of its rooms, and an engine claims them."""
     loaded = options.load("decode", DecodeConfig)
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.daemon.decode import decode_daemon  # noqa: PLC0415 - a process has one role
@@ -92,7 +92,7 @@ def bootstrap(
 
 @dataclass
 class RouterOptions:
-    """What is said of a router on the command line; the rest is for `--config` and `--set`."""
+    """The options of a router; `--config` and `--set` have the rest."""
 
     prefill: Annotated[
         list[str] | None,
@@ -106,20 +106,19 @@ class RouterOptions:
         typer.Option(
             "--bootstrap",
             metavar="URL",
-            help="Take the servers from this directory, where nodes tell their engine_url.",
+            help="Take the servers from this directory, by the engine_url of its nodes.",
         ),
     ] = None
     order: Annotated[
         DispatchOrder | None,
         typer.Option(
-            "--order", help="To both at once (paired, the default), or to decode with what prefill has answered."
+            "--order",
+            help="To both servers at once (paired, the default), or to decode with the answer of prefill (plain).",
         ),
     ] = None
-    host: Annotated[str | None, typer.Option("--host", help="Where to listen; 127.0.0.1 unless told otherwise.")] = None
-    port: Annotated[int | None, typer.Option("--port", help="7903 unless told otherwise; 0 takes a free port.")] = None
-    limit: Annotated[
-        int | None, typer.Option("--limit", help="Requests under way at once; 1024 unless told otherwise.")
-    ] = None
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")] = None
+    port: Annotated[int | None, typer.Option("--port", help="Default: 7903; 0 takes a free port.")] = None
+    limit: Annotated[int | None, typer.Option("--limit", help="Requests under way at once. Default: 1024.")] = None
     token_file: Annotated[
         str | None,
         typer.Option("--token-file", help="File of bearer tokens, one a line: callers must show one of them."),
@@ -130,7 +129,7 @@ class RouterOptions:
 
     @property
     def flags(self) -> dict[str, object]:
-        """What is given, by dotted key."""
+        """The given options, by dotted key."""
         return {
             "prefill": _urls(self.prefill),
             "decode": _urls(self.decode),
@@ -165,9 +164,9 @@ def _logs(role: str, telemetry: TelemetryConfig, *, instance: str = "", node: st
 
 
 def _run(build: Callable[[], Daemon]) -> None:
-    """Run a daemon to its end. What it refuses to do is one line and an exit code, not a traceback."""
+    """Run a daemon to its end. An error that it raises is one line and an exit code, not a traceback."""
     raise_open_files()
-    # FastAPI asks of each model whether it is one of these, which it would import for that.
+    # FastAPI checks whether each model is one of pydantic.v1, and would import that module for it.
     sys.modules.setdefault("pydantic.v1", None)  # type: ignore[arg-type]  # None there is an ImportError
 
     async def live() -> None:
@@ -175,7 +174,7 @@ def _run(build: Callable[[], Daemon]) -> None:
 
     try:
         asyncio.run(live())
-    except (UnavailableError, ConflictError) as error:  # a conflict at start is an address or a directory that is taken
+    except (UnavailableError, ConflictError) as error:  # a conflict at start: an address or a directory is taken
         fail(error, EXIT_UNAVAILABLE)
     except ConfigError as error:
         fail(error)

@@ -1,4 +1,4 @@
-"""`kvbridge doctor`: problems of this host and its peers before they break a daemon. `kvbridge clean`: leftovers of dead processes."""
+"""`kvbridge doctor`: problems of this host and its peers, found in time. `kvbridge clean`: leftovers of dead processes."""
 
 from __future__ import annotations
 

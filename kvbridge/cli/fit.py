@@ -1,4 +1,4 @@
-"""`kvbridge fit`: the cost of requests on a decode node, how many fit at once, and how much of a trace's prompts its pools would keep.
+"""`kvbridge fit`: the cost of requests on a decode node, how many fit at once, and how much of a trace its pools would keep.
 
 A trace has one JSON object a line, as Mooncake's FAST'25 traces have them: {"timestamp": milliseconds since the trace began,
 "input_length": tokens, "output_length": tokens, "hash_ids": one number for each block of 512 tokens of the prompt, equal where

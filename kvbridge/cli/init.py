@@ -1,4 +1,4 @@
-"""`kvbridge init`: configurations that run together, with keys and tokens when they are asked for; `configs/` holds the same."""
+"""`kvbridge init`: configurations that run together, with keys and tokens if asked; `configs/` holds its complete files."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
 
 NODES = {DaemonRole.PREFILL: DaemonRole.DECODE, DaemonRole.DECODE: DaemonRole.PREFILL}
-"""Each role of a node, and the one that it speaks with."""
+"""Each role of a node, and the role of its peers."""
 LOOPBACK = "127.0.0.1"
 PORTS = {DaemonRole.BOOTSTRAP: 7900, DaemonRole.PREFILL: 7901, DaemonRole.DECODE: 7902}
 CONTROL_PORT = 7911
-"""Of a prefill node that others reach; on loopback the system chooses one."""
+"""Port of the control socket of a prefill node that others reach; on loopback the system chooses one."""
 PAGES = {IndexSpace.FULL: 1024, IndexSpace.SWA: 256, IndexSpace.REQUEST: 64}
-"""The most that a pool is given, halved until all pools of a daemon fit into `POOL_BYTES`."""
+"""Most pages of a pool; halved until all pools of a daemon fit into `POOL_BYTES`."""
 POOL_BYTES = 512 << 20
 
-TIERS = """Prefixes that stay, host memory below the device and a store below that are off; they are the keys below `tier` \
-(`tier.enabled`, `tier.host`, `tier.store`), and docs/concepts.md says what each is for.
+TIERS = """Cached prefixes, host memory below the device and a store below that are off. Their keys are below `tier` \
+(`tier.enabled`, `tier.host`, `tier.store`), and docs/concepts.md explains them.
 
 """
 Section = dict[str, Any]
@@ -44,23 +44,23 @@ Section = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class InitialCluster:
-    """One bootstrap, one prefill and one decode node that are to work together."""
+    """One bootstrap, one prefill and one decode node that work together."""
 
     folder: str
-    """Where the files will be, for their comments."""
+    """Folder of the files, for their comments."""
     runtime: str
-    """What the runtime directories begin with; each ends with its role."""
+    """Beginning of the runtime directories; each ends with its role."""
     model: ModelConfig
     one_host: bool = False
-    """Bytes move through shared memory only."""
+    """Whether bytes move through shared memory only."""
     hosts: dict[DaemonRole, str] = field(default_factory=dict)
     """The addresses of daemons that are not on loopback."""
     keys: Path | None = None
-    """The folder of keys and tokens: ROLE-0.key, its public key beside it, ROLE-allowed-keys with public keys of the other role,
+    """Folder of keys and tokens: ROLE-0.key with its public key beside it, ROLE-allowed-keys with public keys of the other role,
     node.token (shown to nodes) and bootstrap.token (shown to bootstrap)."""
 
     def files(self, *, complete: bool) -> dict[str, str]:
-        """Return the text of each file. `complete`: with every key, else with those that matter for a start."""
+        """Return the text of each file: with every key if `complete`, else with those that a start needs."""
         configs = {role: role.schema.model_validate(self._settings(role)) for role in DaemonRole}
         return {
             f"{role}.yaml": render_commented(config, top=self._top(role, complete=complete), complete=complete)
@@ -68,7 +68,7 @@ class InitialCluster:
         }
 
     def pool_bytes(self) -> dict[DaemonRole, int]:
-        """Return how large the pools of each node are."""
+        """Return the bytes of each node's pools."""
         return {role: self._planned(role, self._pools(role)) for role in NODES}
 
     def _settings(self, role: DaemonRole) -> Section:
@@ -142,21 +142,21 @@ def _in_url(host: str) -> str:
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write; made when it is not there.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; made when it is not there.")],
     model: Annotated[
         str,
         typer.Option("--model", metavar="MODEL", help=f"{', '.join(PRESETS)}; or a Hugging Face config.json."),
     ] = "tiny-v4",
     one_host: Annotated[
         bool,
-        typer.Option("--one-host", help="Move bytes through shared memory only: no transfer library is needed."),
+        typer.Option("--one-host", help="Move bytes through shared memory only, without a transfer library."),
     ] = False,
-    secure: Annotated[bool, typer.Option("--secure", help="Draw keys and tokens into DIR/keys, and use them.")] = False,
+    secure: Annotated[bool, typer.Option("--secure", help="Make keys and tokens in DIR/keys, and use them.")] = False,
     complete: Annotated[bool, typer.Option("--complete", help="Write every key, not only those that are set.")] = False,
     hosts: Annotated[
         list[str] | None,
         typer.Option(
-            "--host", metavar="ROLE=ADDRESS", help="Where a daemon will be, if not on loopback. Repeat for each role."
+            "--host", metavar="ROLE=ADDRESS", help="Address of a daemon that is not on loopback. Repeat for each role."
         ),
     ] = None,
 ) -> None:
@@ -164,8 +164,8 @@ def init(
 
     `kvbridge up DIR` then runs all three. Nothing is overwritten.
 
-    Exit codes: 0: written; 1: something is there already, or cannot be
-    written; 2: wrong options.
+    Exit codes: 0: written; 1: a file exists already, or cannot be written;
+    2: wrong options.
     """
     folder = folder.absolute()
     try:
@@ -215,7 +215,7 @@ def _hosts(given: list[str], *, secure: bool, one_host: bool) -> dict[DaemonRole
 
 
 def _write(files: dict[Path, str], keys: Path | None) -> None:
-    """Write everything, or nothing when something is there already. Raises ConflictError, ConfigError."""
+    """Write everything, or nothing when a file exists already. Raises ConflictError, ConfigError."""
     there = [path for path in (*files, *([keys] if keys else [])) if path.exists()]
     if there:
         raise ConflictError(f"{', '.join(map(str, there))}: exists, and nothing is overwritten; name another directory")
@@ -241,9 +241,11 @@ def _tell(folder: Path, cluster: InitialCluster) -> None:
     typer.echo(f"{folder}: bootstrap.yaml, prefill.yaml, decode.yaml{', keys' if cluster.keys else ''}")
     typer.echo(f"model {cluster.model.preset or cluster.model.hf_config}; pools in host memory: {sizes}")
     if not cluster.one_host and importlib.util.find_spec("mooncake") is None:
-        typer.echo("Mooncake is not installed, which these need: pip install 'kvbridge[cpu]'; or init with --one-host")
+        typer.echo("these need Mooncake, which is not installed: pip install 'kvbridge[cpu]'; or init with --one-host")
     if any(not is_loopback(host) for host in cluster.hosts.values()):
-        typer.echo(f"copy {folder} to each machine, less the secret keys (*.key) of others, and start there, by role:")
+        typer.echo(
+            f"copy {folder} to each machine, without the secret keys (*.key) of others, and start the machine's role there:"
+        )
         typer.echo(f"  kvbridge ROLE --config {folder}/ROLE.yaml")
     else:
         typer.echo(f"next: kvbridge up {folder}")

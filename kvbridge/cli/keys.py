@@ -1,7 +1,4 @@
-"""`kvbridge keys`: make keys and tokens, and look whether a configuration's are in order.
-
-No command prints a secret, and none overwrites a file.
-"""
+"""`kvbridge keys`: make keys and tokens, and check those of a configuration. No command prints a secret or overwrites a file."""
 
 from __future__ import annotations
 
@@ -40,12 +37,12 @@ app = typer.Typer(name="keys", help="Make and check keys and tokens.", no_args_i
 
 @app.command()
 def generate(
-    file: Annotated[Path, typer.Argument(help="Where to write the secret key; the public one goes beside it as .pub.")],
+    file: Annotated[Path, typer.Argument(help="File for the secret key; the public one goes beside it as .pub.")],
     instance: Annotated[
-        str, typer.Option("--instance", help="The instance that the key is for: written into the entry to copy.")
+        str, typer.Option("--instance", help="The instance that the key is for; part of the printed entry.")
     ] = "",
 ) -> None:
-    """Draw a CURVE key pair, and say what to put where. Never overwrites a file."""
+    """Make a CURVE key pair, and print where to use it. Never overwrites a file."""
     keys = generate_keys()
     try:
         public_file = write_keys(keys, file)
@@ -71,9 +68,9 @@ A prefill node's public key needs no list: bootstrap hands it out with each requ
 
 @app.command()
 def token(
-    file: Annotated[Path, typer.Argument(help="Where to write the token.")],
+    file: Annotated[Path, typer.Argument(help="File for the token.")],
 ) -> None:
-    """Draw a bearer token for the HTTP APIs. Never overwrites a file, and does not print the token."""
+    """Make a bearer token for the HTTP APIs. Never overwrites a file, and does not print the token."""
     try:
         write_secret(secrets.token_urlsafe(TOKEN_BYTES), file)
     except BridgeError as error:
@@ -93,7 +90,7 @@ class Finding(NamedTuple):
 
 @app.command()
 def check(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
-    """Look at the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
+    """Check the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
     findings = list(_findings(load_or_exit(ROLES[role], config, overrides)))
     for good, text in findings:
         typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
@@ -102,7 +99,6 @@ def check(role: RoleOption, config: FileOption = None, overrides: SetOption = No
 
 
 def _findings(loaded: BaseModel) -> Iterator[Finding]:
-    """Look at the keys and tokens that a configuration names."""
     assert isinstance(loaded, PrefillConfig | DecodeConfig | BootstrapConfig | RouterConfig)
     if isinstance(loaded, PrefillConfig | DecodeConfig):
         yield from _curve(loaded.control.curve, prefill=isinstance(loaded, PrefillConfig))
@@ -118,7 +114,7 @@ def _findings(loaded: BaseModel) -> Iterator[Finding]:
 def _curve(curve: CurveConfig, *, prefill: bool) -> Iterator[Finding]:
     path = curve.secret_key_file
     if path is None:
-        yield Finding(True, "control.curve: no keys; the control socket speaks in the clear, on loopback only")
+        yield Finding(True, "control.curve: no keys; the control socket is not encrypted, on loopback only")
         return
     try:
         allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
@@ -141,7 +137,7 @@ def _curve(curve: CurveConfig, *, prefill: bool) -> Iterator[Finding]:
 
 def _http(http: HttpConfig) -> Iterator[Finding]:
     if not http.has_token:
-        yield Finding(True, "http: no token; the endpoint is open to whoever reaches it, on loopback only")
+        yield Finding(True, "http: no token; the endpoint is open to everybody who reaches it, on loopback only")
     yield from _token("http", http)
     if http.tls_key_file is not None:
         yield from _private("http.tls_key_file", http.tls_key_file)
@@ -164,15 +160,13 @@ def _token(section: str, given: TokenConfig) -> Iterator[Finding]:
         yield from _private(f"{section}.token_file", file)
     shortest = min(len(grant.token) for grant in found)
     if shortest < SHORTEST_TOKEN:
-        text = f"{section}: a token of {shortest} characters can be guessed; `kvbridge keys token` draws one"
+        text = f"{section}: a token of {shortest} characters can be guessed; `kvbridge keys token` makes one"
         yield Finding(False, text)
     for number, grant in enumerate(found, 1):
         if section == "http" and grant.namespaces != Namespaces():
             yield Finding(True, f"http: token {number} of {len(found)} may name {grant.namespaces}")
     if len(found) > 1:
-        yield Finding(
-            True, f"{section}: {len(found)} tokens are taken; take the former ones out once nobody shows them"
-        )
+        yield Finding(True, f"{section}: {len(found)} tokens are valid; remove the old ones once nobody shows them")
 
 
 def _private(key: str, file: Path) -> Iterator[Finding]:

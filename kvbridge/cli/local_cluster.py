@@ -1,7 +1,4 @@
-"""Bootstrap, a prefill and a decode daemon as child processes on loopback: for the demo, tests and benchmarks.
-
-The system chooses every port, and every wait has a deadline.
-"""
+"""Bootstrap, a prefill and a decode daemon as child processes on loopback, with free ports: for the demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -36,16 +33,15 @@ class DaemonProcess(ChildProcess):
         self, role: str, name: str, folder: Path, config: Section | None = None, *, ends_with_us: bool = False
     ) -> None:
         super().__init__(name, folder / "log.jsonl", ends_with_us=ends_with_us)
-        self.role = role
-        self.folder = folder
+        self.role, self.folder = role, folder
         self.config: Section = config or {}
         self.arguments: tuple[str, ...] = ()
         self.last_answer = "none"
-        """What it said when it was last asked whether it is ready."""
+        """Its last answer to whether it is ready."""
 
     @property
     def runtime_dir(self) -> Path:
-        """Where its sockets and its endpoint file are."""
+        """Directory of its sockets and its endpoint file."""
         return self.folder / "run"
 
     def start(self) -> None:
@@ -57,14 +53,14 @@ class DaemonProcess(ChildProcess):
         self.launch(module_command("kvbridge", self.role, "--config", str(file), *self.arguments))
 
     def endpoint(self, timeout_s: float = START_S) -> DaemonEndpoint:
-        """Wait until its HTTP API answers and return where. Raises PeerError when it ends, DeadlineError."""
+        """Wait until its HTTP API answers, and return its endpoints. Raises PeerError when it ends, DeadlineError."""
         return wait_for(
             f"endpoint of {self.name}", lambda: read_endpoint(self.runtime_dir), timeout_s=timeout_s, watched=[self]
         )
 
     @property
     def url(self) -> str:
-        """Where its HTTP API is."""
+        """URL of its HTTP API."""
         return self.endpoint().http_url
 
     def get(self, path: str) -> dict[str, Any]:
@@ -86,13 +82,13 @@ class DaemonProcess(ChildProcess):
             self.last_answer = str(error)
             return False
         self.last_answer = found.model_dump_json()
-        # A node that does not reach bootstrap any more is ready, and says so.
+        # A node that has lost bootstrap is ready, with this as a reason.
         return found.ready and not found.reasons
 
 
 @dataclass
 class Cluster:
-    """One bootstrap, prefill and decode daemon, and what else a test adds."""
+    """One bootstrap, prefill and decode daemon, and the daemons that a test adds."""
 
     folder: Path
     bootstrap: DaemonProcess
@@ -105,7 +101,7 @@ class Cluster:
         return [self.bootstrap, self.prefill, self.decode, *self.others]
 
     def start(self) -> None:
-        """Start every process. Returns when bootstrap serves; the others start meanwhile."""
+        """Start every process. Returns while nodes still start."""
         self.bootstrap.start()
         url = self.bootstrap.url
         for daemon in self.all()[1:]:
@@ -126,13 +122,13 @@ class Cluster:
         return calls().ask(Ticket, "POST", f"{self.bootstrap.url}/v1/requests", body=request)
 
     def cancel(self, room: int, reason: str) -> None:
-        """Give a paired room back on both ends and wait until its pages are free there."""
+        """Cancel a paired room, and wait until its pages are free on both ends."""
         calls().ask(PairReport, "DELETE", f"{self.bootstrap.url}/v1/requests/{room}", params={"reason": reason})
         for daemon in (self.prefill, self.decode):
             wait_ended(daemon, room)
 
     def stop(self, *, timeout_s: float = 20.0, force_after_s: float | None = None) -> None:
-        """End every process, nodes first, then bootstrap, and remove what killed ones left. Harmless when stopped.
+        """End nodes, then bootstrap, and remove the files of killed ones. Harmless when stopped.
 
         Open rooms keep daemons draining; `force_after_s` cuts that short, and ends all of them together.
         """
@@ -151,7 +147,8 @@ def plan_cluster(
 ) -> Cluster:
     """Return a cluster in `folder`, not started, from the configurations of its daemons (`daemon_config`).
 
-    Socket paths are long: keep the folder's path short. `ends_with_us`: daemons get SIGTERM when the thread that starts them ends.
+    Socket paths are long: keep the folder's path short. `ends_with_us`: daemons get SIGTERM when the thread that starts them
+    ends.
     """
 
     def daemon(role: str, name: str, config: Section) -> DaemonProcess:
@@ -197,14 +194,14 @@ def transport_section(transport: str) -> Section:
     """Return the `transports` section that allows one backend, on loopback."""
     section: Section = {"order": [transport]}
     if transport == "nixl":
-        # Left alone, UCX reads the peer's memory directly on one host, which needs rights that containers lack.
+        # By default UCX reads the peer's memory directly on one host, which needs rights that containers lack.
         section["nixl"] = {"ucx_tls": "tcp", "ucx_net_devices": "lo"}
     return section
 
 
 @cache
 def calls() -> BlockingClient:
-    """One client for all daemons of this process: to make one costs tens of milliseconds, for certificates."""
+    """Return the client for all daemons: making one costs tens of milliseconds, for certificates."""
     return BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command")
 
 
@@ -237,21 +234,21 @@ def wait_all_ready(
 
 
 def check_workers(daemons: Iterable[DaemonProcess]) -> None:
-    """Raise PeerError when a rank worker of a daemon does not work; one that is not there yet has none."""
+    """Raise PeerError when a rank worker of a daemon does not work. A daemon that does not serve yet has none."""
     for daemon in daemons:
         if read_endpoint(daemon.runtime_dir) is None:
             continue
         try:
             ranks = daemon.get("/status")["ranks"]
         except BridgeError:
-            continue  # its end is noticed by whoever watches its process
+            continue  # `wait_for` watches its process
         for rank in ranks:
             if rank["error"]:
                 raise PeerError(f"{daemon.name}: {rank['error']}")
 
 
 def used_pages(daemon: DaemonProcess) -> dict[str, int]:
-    """Return how many pages of each space are not available: what is cached and read by nobody is not used."""
+    """Return the pages of each space that are not available. Cached pages that nobody reads are available."""
     status = daemon.get("/status")
     pools, available = status["pools"], status["available_pages"]
     return {space: sum(map(int, states.values())) - int(available[space]) for space, states in pools.items()}

@@ -27,11 +27,11 @@ COMMANDS = {
     ),
     "prefill": (
         "kvbridge.cli.daemons:prefill",
-        "Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node.",
+        "Run a prefill daemon: an engine computes the pages of its rooms, and it sends them to decode nodes.",
     ),
     "decode": (
         "kvbridge.cli.daemons:decode",
-        "Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine.",
+        "Run a decode daemon: prefill nodes write the pages of its rooms, and an engine claims them.",
     ),
     "bootstrap": (
         "kvbridge.cli.daemons:bootstrap",
@@ -64,13 +64,13 @@ COMMANDS = {
     "config": ("kvbridge.cli.config:app", "Look at a daemon's configuration."),
     "keys": ("kvbridge.cli.keys:app", "Make and check keys and tokens."),
 }
-"""Where each command is, and the line that says what it does: the first of its own help."""
+"""The place of each command, and the first line of its help."""
 
 
 class Commands(TyperGroup):
     """Lists every command, and imports one when it is called."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of typer's own, which has moved
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own types
         """See TyperGroup."""
         name, listed, rest = super().resolve_command(ctx, args)
         is_daemon = name in COMMANDS and COMMANDS[name][0].startswith("kvbridge.cli.daemons:")
@@ -97,7 +97,7 @@ app = typer.Typer(
 )
 
 
-def load_command(name: str) -> Any:  # noqa: ANN401 - of typer's own
+def load_command(name: str) -> Any:  # noqa: ANN401 - typer's own types
     """Import a command of `COMMANDS`."""
     module, _, attribute = COMMANDS[name][0].partition(":")
     found = getattr(import_module(module), attribute)
@@ -109,7 +109,7 @@ def load_command(name: str) -> Any:  # noqa: ANN401 - of typer's own
 
 
 def _listed() -> None:
-    """Stands for a command that is not imported."""
+    """Stand in for a command that is not imported yet."""
 
 
 for _name, (_place, _help) in COMMANDS.items():

@@ -1,4 +1,4 @@
-"""Ctrl-C and its like: before a command has begun, and while a command ends the processes that it has started."""
+"""Ctrl-C, SIGTERM and SIGHUP: before a command begins, and while a command ends its processes."""
 
 from __future__ import annotations
 
@@ -20,40 +20,38 @@ def _end_at_once(_number: int, _frame: object) -> None:
 
 
 def interrupts_end_at_once() -> None:
-    """Have Ctrl-C end the process where it stands: while modules are imported, an exception would be a traceback."""
+    """Have Ctrl-C end the process at once: during imports an exception would print a traceback."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in the background of a script
         signal.signal(signal.SIGINT, _end_at_once)
 
 
 def interrupts_raise() -> None:
-    """Have Ctrl-C raise KeyboardInterrupt again: the command is about to begin."""
+    """Have Ctrl-C raise KeyboardInterrupt again, before the command begins."""
     if signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def terminated_like_interrupted() -> AbstractContextManager[None]:
-    """Let SIGTERM and SIGHUP take the way of Ctrl-C, with their own exit codes."""
+    """Have SIGTERM and SIGHUP end the command as Ctrl-C does, with their own exit codes."""
     return _handled(lambda number, _: sys.exit(128 + number), signal.SIGTERM, signal.SIGHUP)
 
 
 def interrupts_ignored() -> AbstractContextManager[None]:
-    """Have Ctrl-C wait while processes are being ended, which takes seconds. Elsewhere than in the main thread: nothing."""
+    """Ignore Ctrl-C while processes are ended, which takes seconds. Does nothing outside the main thread."""
     in_main = threading.current_thread() is threading.main_thread()
     return _handled(signal.SIG_IGN, signal.SIGINT) if in_main else nullcontext()
 
 
 class Interrupts:
-    """Ctrl-C, SIGTERM and SIGHUP while it is entered: the first raises KeyboardInterrupt, the others are only counted.
+    """Counts signals inside its context: the first raises KeyboardInterrupt, later ones are only counted.
 
-    So what follows the first is never cut off in its middle. Signals that are ignored, as under nohup, stay so.
+    The work that follows the first signal is never interrupted. Signals that are ignored, as under nohup, stay ignored.
     """
 
     def __init__(self) -> None:
         self.more = 0
-        """How many came after the one that was raised, or since `only_counted`."""
-        self._raises = True
-        self._held = False
-        self._waiting = False
+        """Number of signals after the raised one, or since `only_counted`."""
+        self._raises, self._held, self._waiting = True, False, False
         self._handlers = ExitStack()
 
     def __enter__(self) -> Self:
@@ -66,12 +64,12 @@ class Interrupts:
         self._handlers.close()
 
     def only_counted(self) -> None:
-        """Raise no more from now on."""
+        """Raise nothing from now on."""
         self._raises = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, nothing is raised: what comes meanwhile is raised at the end. For steps of which no half may be done."""
+        """Delay the exception of a signal to the end of this context. For steps that must not be half done."""
         self._held = True
         try:
             yield

@@ -34,15 +34,15 @@ START_S = 60.0
 LOOK_S, ASK_S = 0.1, 0.5
 CALL_S, WAIT_CALL_S = 2.0, 5.0
 QUIET_S = 15.0
-"""While there is no pair, the reasons are told at this interval."""
+"""Interval at which the reasons are printed while there is no pair."""
 GRACE_S = 5.0
-"""How long after its own limits a daemon that was told to end is killed."""
+"""A daemon that was told to end is killed so long after its own limits."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
 ROOT = Path(__file__).parents[2]
 
 
 class ConfiguredDaemon(ChildProcess):
-    """One daemon of the directory, by its file: its configuration, its process, and its log, as far as it was shown."""
+    """One daemon of the directory: its configuration file, its process, and its log."""
 
     def __init__(self, path: Path, role: DaemonRole) -> None:
         """Raises ConfigError for a file that is wrong."""
@@ -53,29 +53,24 @@ class ConfiguredDaemon(ChildProcess):
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
-        if not config.http.port:
+        http = config.http
+        if not http.port:
             raise ConfigError(f"{path}: http.port is 0, a port that is chosen at each start: give it a number")
         self.config = config
-        self.endpoint_dir = path.parent / "run" / self.name
-        if not isinstance(config, BootstrapConfig):
-            self.endpoint_dir = config.runtime_dir
+        host = f"[{http.host}]" if ":" in http.host else http.host
+        self.url = http.advertised(f"{'http' if http.tls_key_file is None else 'https'}://{host}:{http.port}")
+        """URL of its HTTP API."""
+        is_node = not isinstance(config, BootstrapConfig)
+        self.endpoint_dir = config.runtime_dir if is_node else path.parent / "run" / self.name
         timeouts = [getattr(config.timeouts, f"shutdown{part}_s", 0.0) for part in ("", "_rooms", "_close")]
         self.limit_s = sum(timeouts) + GRACE_S
-        """How long it may take to end."""
+        """Longest time that it may take to end."""
         self.told_to_end = False
         """Whether its end is no news."""
         self._shown_bytes = 0
 
-    @property
-    def url(self) -> str:
-        """Where others reach its HTTP API."""
-        http = self.config.http
-        scheme = "http" if http.tls_key_file is None else "https"
-        host = f"[{http.host}]" if ":" in http.host else http.host
-        return http.advertised(f"{scheme}://{host}:{http.port}")
-
     def start(self) -> None:
-        """Start the process; its log is of this run alone, and for people unless the configuration says otherwise."""
+        """Start the process. Its log is of this run alone, and for people unless the configuration says otherwise."""
         self.log_path.unlink(missing_ok=True)
         command = module_command("kvbridge", self.role, "--config", str(self.path))
         if self.role is DaemonRole.BOOTSTRAP:
@@ -92,7 +87,7 @@ class ConfiguredDaemon(ChildProcess):
 
     @property
     def ended_in_peace(self) -> bool:
-        """Whether nothing is wrong with its end: it obeyed, or Ctrl-C came before it had begun, or before it was started."""
+        """Whether it ended as told. Ctrl-C may also have come before it had begun, or before it was started."""
         code = None if self.process is None else self.process.returncode
         return code == 0 or (self.told_to_end and code in {None, -signal.SIGTERM})
 
@@ -108,7 +103,7 @@ class ConfiguredDaemon(ChildProcess):
 
 
 def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
-    """Return the daemons of ROLE.yaml and ROLE-ANYTHING.yaml, bootstrap first. Raises ConfigError for what is wrong."""
+    """Return the daemons of ROLE.yaml and ROLE-ANYTHING.yaml, bootstrap first. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no directory; `kvbridge init {folder}` makes one that can be run")
     found = []
@@ -122,11 +117,9 @@ def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
 
 def wait(
     targets: Annotated[
-        list[str], typer.Argument(metavar="URL|DIR...", help="Daemons, as http://127.0.0.1:7900; or what `up` runs.")
+        list[str], typer.Argument(metavar="URL|DIR...", help="Daemons, as http://127.0.0.1:7900; or the DIR of `up`.")
     ],
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Wait at most so long.")
-    ] = 60.0,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Longest wait.")] = 60.0,
 ) -> None:
     """Wait until daemons are ready: all that are named, or the cluster of a directory.
 
@@ -142,24 +135,20 @@ def wait(
     calls = BlockingClient(timeout_s=WAIT_CALL_S, timeout_key="a limit of this command")
     deadline_s = time.monotonic() + timeout_s
     next_word_s = time.monotonic() + QUIET_S
-    while True:
-        unready = {url: reason for url in waiting if (reason := why_not_ready(calls, url))}
-        if not unready:
-            return
-        if time.monotonic() >= deadline_s:
-            break
+    while unready := {url: reason for url in waiting if (reason := why_not_ready(calls, url))}:
         waiting = list(unready)
+        if time.monotonic() >= deadline_s:
+            for url, reason in unready.items():
+                typer.echo(f"{url} is not ready after {timeout_s:g} s: {reason}", err=True)
+            raise typer.Exit(EXIT_FAILED)
         if time.monotonic() >= next_word_s:
             next_word_s = time.monotonic() + QUIET_S
             typer.echo("; ".join(f"{url} is not ready yet: {reason}" for url, reason in unready.items()), err=True)
         time.sleep(LOOK_S)
-    for url, reason in unready.items():
-        typer.echo(f"{url} is not ready after {timeout_s:g} s: {reason}", err=True)
-    raise typer.Exit(EXIT_FAILED)
 
 
 def why_not_ready(calls: BlockingClient, url: str) -> str:
-    """Ask a daemon whether it can serve requests; return why not, nothing when it can."""
+    """Ask a daemon whether it can serve requests. Return why not; empty when it can."""
     try:
         found = calls.ask(Readiness, "GET", f"{url}/ready")
     except BridgeError as error:
@@ -176,16 +165,16 @@ def _urls(target: str) -> list[str]:
 
 
 def up(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The configurations; logs go to DIR/logs.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of configurations; logs go to DIR/logs.")],
 ) -> None:
     """Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.
 
-    Runs ROLE.yaml and any ROLE-NAME.yaml, and shows what they log. Says when
-    there is a pair, and what to try next. A daemon that dies is told with its last
-    lines, and the others go on. Ctrl-C drains and ends all; once more: at once;
-    a third time: by force.
+    Runs ROLE.yaml and any ROLE-NAME.yaml, and shows their logs. Says when there is
+    a pair, and what to try next. When a daemon dies, its last lines are shown and
+    the others go on. Ctrl-C drains and ends all; once more: at once; a third time:
+    by force.
 
-    Exit codes: 0: all ended in peace; 1: one did not, or could not start;
+    Exit codes: 0: all ended as told; 1: one did not, or could not start;
     2: a configuration is wrong.
     """
     try:
@@ -203,7 +192,7 @@ def up(
         except DeadlineError as error:
             run.tell(str(error), "bold red")
         except PeerError:
-            pass  # a daemon that has ended, which is told with the others' ends
+            pass  # a daemon has ended: `run.end` prints it with the others' ends
         except KeyboardInterrupt:
             run.tell_draining()
         finally:
@@ -227,22 +216,20 @@ class ForegroundCluster:
         """The reasons why requests are not served."""
 
     def tell(self, text: str, style: str = "bold") -> None:
-        """Print a word of ours among the lines of the daemons."""
+        """Print a line of our own among the lines of the daemons."""
         self._console.print(text, style=style, markup=False)
 
     def start(self) -> None:
-        """Start bootstraps, and nodes when these serve. Raises PeerError when one ends, DeadlineError."""
+        """Start bootstraps, and then nodes when all bootstraps serve. Raises PeerError when one ends, DeadlineError."""
         for daemon in (*self._bootstraps, *self._nodes):
             if daemon in self._nodes:
-                wait_for("bootstrap", self._directory_serves, timeout_s=START_S, watched=self._bootstraps)
+                serve = lambda: all(each.serves for each in self._bootstraps)  # noqa: E731 - one line, used once
+                wait_for("bootstrap", serve, timeout_s=START_S, watched=self._bootstraps)
             with self._interrupts.held():
                 daemon.start()
 
-    def _directory_serves(self) -> bool:
-        return all(each.serves for each in self._bootstraps)
-
     def watch(self) -> None:
-        """Show what happens until every daemon has ended, or one has before there was a pair."""
+        """Show the daemons' logs until every daemon has ended, or one has ended before there was a pair."""
         for turn in itertools.count():
             ended = self._show()
             if len(ended) == len(self._daemons) or (ended and not self._was_ready):
@@ -252,7 +239,7 @@ class ForegroundCluster:
             time.sleep(LOOK_S)
 
     def tell_draining(self) -> None:
-        """Say that Ctrl-C has begun a drain, and how long that may take; the daemons log what they wait for."""
+        """Say that Ctrl-C has begun a drain, and how long it may take. The daemons log what they wait for."""
         running = [each for each in self._daemons if each.running]
         for each in self._daemons:
             each.told_to_end = True
@@ -261,7 +248,7 @@ class ForegroundCluster:
         self.tell(f"told to end: {names}; at most {limit_s:g} s (once more: at once)")
 
     def end(self) -> None:
-        """End nodes, then bootstraps: in peace; told again, at once; by force when told a third time or it takes too long."""
+        """End nodes, then bootstraps. A second signal cuts their drain short; a third one, or their time limit, kills them."""
         for part in (self._nodes, self._bootstraps):
             running = [each for each in part if each.running]
             self._told_s = time.monotonic()
@@ -301,16 +288,14 @@ class ForegroundCluster:
             for line in daemon.new_lines():
                 self._console.print(prefix + Text(line))
         ended = [daemon for daemon in self._daemons if not daemon.running]
-        for daemon in ended:
-            if not daemon.told_to_end:
-                daemon.told_to_end = True
-                try:
-                    daemon.check_running()
-                except PeerError as error:
-                    self.tell(str(error), "bold red")
-                if self._was_ready:
-                    command = f"kvbridge {daemon.role} --config {daemon.path}"
-                    self.tell(f"the others go on; to have it again: {command}")
+        for daemon in (each for each in ended if not each.told_to_end):
+            daemon.told_to_end = True
+            try:
+                daemon.check_running()
+            except PeerError as error:
+                self.tell(str(error), "bold red")
+            if self._was_ready:
+                self.tell(f"the others go on; to start it again: kvbridge {daemon.role} --config {daemon.path}")
         return ended
 
     def _ask(self) -> None:
@@ -337,12 +322,12 @@ def _terminate(daemons: Sequence[ConfiguredDaemon]) -> None:
     for daemon in daemons:
         if daemon.running:
             daemon.told_to_end = True
-            daemon.kill(signal.SIGCONT)  # a stopped one would not hear the rest
+            daemon.kill(signal.SIGCONT)  # a stopped process would not get SIGTERM
             daemon.kill(signal.SIGTERM)
 
 
 def shared_directories(daemons: Sequence[ConfiguredDaemon]) -> list[Path]:
-    """Return where daemons make their files in shared memory."""
+    """Return the directories of the daemons' files in shared memory."""
     found = [DEFAULT_DIRECTORY]
     for config in (daemon.config for daemon in daemons):
         if not isinstance(config, BootstrapConfig):
@@ -351,7 +336,7 @@ def shared_directories(daemons: Sequence[ConfiguredDaemon]) -> list[Path]:
 
 
 def next_steps(daemons: Sequence[ConfiguredDaemon]) -> str:
-    """Return commands that move a request through the first pair, to be copied into another terminal."""
+    """Return commands that move a request through the first pair, for another terminal."""
     bootstrap = daemons[0]
     prefill, decode = (
         next(each.config for each in daemons if isinstance(each.config, kind)) for kind in (PrefillConfig, DecodeConfig)
@@ -369,7 +354,7 @@ Ctrl-C drains and ends all"""
 
 
 def _example(name: str) -> Path:
-    """Return where an example is: beside the installed files, or in the checkout that this runs from."""
+    """Return the path of an example: beside the installed files, or in the checkout."""
     file = f"{name}.py"
     installed = [each for each in importlib.metadata.files("kvbridge") or () if each.match(f"kvbridge/examples/{file}")]
     return Path(str(installed[0].locate())).resolve() if installed else ROOT / "examples" / file

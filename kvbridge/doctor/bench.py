@@ -1,8 +1,8 @@
 """Bytes moved to a peer for a trial: a `Lender` lends memory, a `Trial` writes there, measures, and compares every byte.
 
-Bytes go from a scratch buffer to scattered places of the lent one. Before each measured round the lent buffer is overwritten, and
-after it the checksums of both sides are compared; the time for both is not counted. Mooncake lets anybody who reaches its port write
-into the lent memory, so nothing relies on its content.
+Bytes go from a scratch buffer to scattered places of the lent one. Before each measured round the lent buffer is overwritten,
+and after it the checksums of both sides are compared; the time for both is not counted. Mooncake lets anybody who reaches its
+port write into the lent memory, so nothing relies on its content.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ ROUND_S = 60.0
 
 
 class Question(FrozenModel):
-    """A trial's question: make a transport and say where the memory is; fill the memory; say the CRC-32C of its first bytes; end."""
+    """A trial's question: make a transport and say where the memory is; fill it; say the CRC-32C of its first bytes; end."""
 
     ask: Literal["open", "fill", "checksum", "close"]
     trial: str

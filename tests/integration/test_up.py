@@ -53,7 +53,7 @@ def test_a_daemon_that_dies_is_told_and_a_second_cluster_on_the_same_ports_ends(
         second = tried.run("up", str(tried.folder))
         os.kill(read_endpoint(tried.folder / "run" / "decode").pid, signal.SIGKILL)
         tried.said("not ready any more")
-        printed = tried.said("to have it again")  # its end may be seen a moment after its silence
+        printed = tried.said("to start it again")  # its end may be seen a moment after its silence
         assert process.poll() is None
     assert process.returncode == 1
     assert second.returncode == 1
@@ -61,7 +61,7 @@ def test_a_daemon_that_dies_is_told_and_a_second_cluster_on_the_same_ports_ends(
     assert "cannot listen there" in second.stdout
     assert "ready after" not in second.stdout
     assert "decode ended (killed by SIGKILL); its log ends:" in printed
-    assert f"to have it again: kvbridge decode --config {tried.folder}/decode.yaml" in printed
+    assert f"to start it again: kvbridge decode --config {tried.folder}/decode.yaml" in printed
 
 
 @pytest.mark.thorough
