@@ -26,7 +26,7 @@ from kvbridge.daemon.kept_journal import KeptHeader
 from kvbridge.daemon.kept_pools import KeptPools, Restored
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement, twin_placement
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, copy_placement, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX, ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.pools import MemoryPool
@@ -232,7 +232,7 @@ def plan_twins(
     counts = {IndexSpace.FULL_COPY: _pages(asked, _page_bytes(geometry, parts, components))}
     if asked.checkpoint_pages:
         counts[IndexSpace.SWA_COPY] = asked.checkpoint_pages
-    return twin_placement(geometry, parts, components, page_counts=counts, layout=asked.layout, chunking=UNREGISTERED)
+    return copy_placement(geometry, parts, components, page_counts=counts, layout=asked.layout, chunking=UNREGISTERED)
 
 
 def _check_checkpoints(asked: HostTier, geometry: ModelGeometry, *, prefill: bool) -> None:
@@ -257,7 +257,7 @@ def _page_bytes(
     """Bytes of one page of each space of twins."""
     one = dict.fromkeys((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), 1)
     found = dict.fromkeys(one, 0)
-    for region in twin_placement(geometry, parts, components, page_counts=one).regions:
+    for region in copy_placement(geometry, parts, components, page_counts=one).regions:
         found[region.space] += region.page_bytes
     return found
 

@@ -15,7 +15,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.pool.memory.extent import Extent, Progress
-from kvbridge.pool.memory.gpu_memory import HostRegistration, export
+from kvbridge.pool.memory.gpu_memory import HostRegistration, export, forget_export
 from kvbridge.pool.memory.layout import RankPart, device_placement
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 
@@ -109,6 +109,6 @@ def _exported(adopted: Sequence[Region], stack: ExitStack, *, required: bool) ->
                 raise RegistrationError(f"{region.label}: {error}; or take `local` out of transports.order") from error
             log.info("device_memory_not_shared", region=region.label, reason=str(error))
             continue
-        stack.callback(exported.forget)
-        allocations.append(exported.extent)
+        stack.callback(forget_export, exported)
+        allocations.append(exported)
     return allocations

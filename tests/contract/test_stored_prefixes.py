@@ -25,7 +25,7 @@ from kvbridge.core.prefixes import Evicted
 from kvbridge.node.stored_prefixes import ORDER_PAGES, StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
-from kvbridge.pool.memory.layout import RankPart, twin_placement
+from kvbridge.pool.memory.layout import RankPart, copy_placement
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
@@ -53,7 +53,7 @@ class Node(Looped):
         components = copied_components(self.geometry, frozenset(), checkpoints=True)
         counts = {space: TOTAL[space] for space in (FULL_COPY, SWA_COPY)}
         self.pool = MemoryPool.in_files(
-            twin_placement(self.geometry, [part], components, page_counts=counts),
+            copy_placement(self.geometry, [part], components, page_counts=counts),
             folder,
             f"twins-{os.urandom(4).hex()}",
         )

@@ -16,7 +16,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_uuid, export
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_uuid, export, forget_export
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.pool.memory.stream_points import StreamPoints
 from tests.helpers.gpu_children import (
@@ -145,16 +145,16 @@ def test_memory_of_a_process_that_has_ended(device: int) -> None:
 def test_a_tensor_lies_in_an_allocation_that_can_be_shared(device: int) -> None:
     whole = torch.zeros(3 << 20, dtype=torch.uint8, device=f"cuda:{device}")
     inner = whole[1 << 20 :]
-    allocation = allocation_of(device, inner.data_ptr())
-    assert allocation.address <= whole.data_ptr()
-    assert inner.data_ptr() + inner.numel() <= allocation.address + allocation.length_bytes
+    address, length_bytes = allocation_of(device, inner.data_ptr())
+    assert address <= whole.data_ptr()
+    assert inner.data_ptr() + inner.numel() <= address + length_bytes
     exported = export(device, inner.data_ptr())
-    origin = exported.extent.origin
+    origin = exported.origin
     assert isinstance(origin, CudaOrigin)
     assert origin.device_uuid == device_uuid(device)
     with OpenedAllocation(origin) as own:
-        assert own.extent.address == allocation.address
-    exported.forget()
+        assert own.extent.address == address
+    forget_export(exported)
     host = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(RegistrationError, match="is not in any device memory"):
         allocation_of(device, host.data_ptr())

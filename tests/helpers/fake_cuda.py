@@ -18,7 +18,7 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory import gpu_memory, stream_points
-from kvbridge.pool.memory.gpu_memory import Allocation, HeldThings, ProcessAllocations
+from kvbridge.pool.memory.gpu_memory import HeldThings, ProcessAllocations
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.transport.local.gpu import Route, Way
 
@@ -101,10 +101,10 @@ class FakeCuda:
             raise UnsupportedError(f"this process does not see the GPU {uuid}")
         return self.uuids.index(uuid)
 
-    def allocation_of(self, device: int, address: int) -> Allocation:
+    def allocation_of(self, device: int, address: int) -> tuple[int, int]:
         for start, memory in self.memory.items():
             if start <= address < start + len(memory):
-                return Allocation(start, len(memory))
+                return start, len(memory)
         raise RegistrationError(f"{address:#x} is not in any device memory")
 
     def export_memory(self, device: int, address: int) -> bytes:

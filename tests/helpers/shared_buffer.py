@@ -15,7 +15,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
 from kvbridge.transport.base import Endpoint, Peer, Transport
 
 
@@ -81,13 +81,13 @@ class DeviceBuffer:
 
     def facts(self) -> dict[str, Any]:
         """What `opened` takes in another process."""
-        whole = self._exported.extent
+        whole = self._exported
         assert whole.origin is not None
         return {"origin": whole.origin.model_dump_json(), "offset_bytes": self.address - whole.address}
 
     def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
         """Part of the buffer (all of it by default) as something to register."""
-        whole = self._exported.extent
+        whole = self._exported
         return Extent(
             address=self.address + offset_bytes,
             length_bytes=self.length_bytes - offset_bytes if length_bytes is None else length_bytes,
@@ -124,7 +124,7 @@ class DeviceBuffer:
             self._stream.synchronize()
 
     def _free(self) -> None:
-        self._exported.forget()
+        forget_export(self._exported)
         runtime.free(self.device, self.address)
 
 

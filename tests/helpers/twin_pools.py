@@ -20,7 +20,7 @@ from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.geometry.tiers import copied_components, copy_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, twin_placement
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, copy_placement, device_placement
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier, Shares
 from tests.helpers.gpu import DEVICE, HOST, Bytes
 
@@ -64,7 +64,7 @@ class TwinPools:
             self._make(device_placement(geometry, part, page_counts=PAGES, chunking=chunking, page_first=page_first))
             for part in self.parts
         ]
-        twins = twin_placement(
+        twins = copy_placement(
             geometry, self.parts, self.components, page_counts=TWIN_PAGES, layout=layout, chunking=chunking
         )
         made.append(self._make(twins))

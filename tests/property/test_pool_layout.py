@@ -14,7 +14,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components, copy_space
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.pool.memory.extent import registered_extents
-from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement, twin_placement
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, copy_placement, device_placement, host_placement
 
 TINY = preset("tiny-v4")
 GAP = 1 << 40
@@ -82,6 +82,6 @@ def test_twin_placements(counts, chunking, layout, tps, *, checkpoints):
         components = copied_components(geometry, (), checkpoints=checkpoints)
         spaces = {copy_space(component.space) for component in components}
         every = dict(zip((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), counts, strict=True))
-        placement = twin_placement(geometry, parts, components, page_counts=every, layout=layout, chunking=chunking)
+        placement = copy_placement(geometry, parts, components, page_counts=every, layout=layout, chunking=chunking)
         assert placement.page_counts() == {space: every[space] for space in spaces}
         check(placement, chunking)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, RegistrationError, TransportError, UnsupportedError
@@ -26,7 +26,7 @@ ValueT = TypeVar("ValueT")
 @dataclass(eq=False)
 class _Entry(Generic[ValueT]):
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while the thing is being opened or closed, which may take long."""
+    """Held while somebody opens or closes the thing, which may take long."""
     holders: int = 0
     values: list[ValueT] = field(default_factory=list)
     """Empty while it is closed."""
@@ -42,9 +42,9 @@ class HeldThings(Generic[KeyT, ValueT]):
     def hold(
         self, key: KeyT, open_it: Callable[[], ValueT], *, check: Callable[[set[KeyT]], None] = lambda _: None
     ) -> ValueT:
-        """Become a holder and return the thing; the first one opens it. What `open_it` raises leaves no holder behind.
+        """Become a holder and return the thing; the first holder opens it. An error of `open_it` leaves no holder behind.
 
-        `check` sees the keys of all other things before anything is opened, and may raise.
+        `check` gets the keys of all other things before anything is opened, and may raise.
         """
         with self._lock:
             check(self._entries.keys() - {key})
@@ -74,7 +74,7 @@ class HeldThings(Generic[KeyT, ValueT]):
     def _leave(self, key: KeyT, entry: _Entry[ValueT]) -> None:
         with self._lock:
             entry.holders -= 1
-            if not entry.holders:  # who came while it was being closed opens it anew, and is counted already
+            if not entry.holders:  # a holder that came while it was being closed opens it anew, and is counted already
                 self._entries.pop(key, None)
 
     def holders(self) -> dict[KeyT, int]:
@@ -86,27 +86,26 @@ class HeldThings(Generic[KeyT, ValueT]):
 # ------------------------------------------------------------------------------------------- devices and allocations
 
 _uuids: dict[int, str] = {}
-"""What the driver has said. A device keeps its UUID while the process lives."""
+"""The driver's answers by device. A device keeps its UUID while the process lives."""
 
 
 def device_uuid(device: int) -> str:
     """Return the UUID of a device: 32 hexadecimal digits, equal in every process of the host.
 
-    The driver says it without a context, so the question takes no memory of the device. Raises UnsupportedError for a device that
+    The driver answers without a context, so the question takes no memory of the device. Raises UnsupportedError for a device that
     does not exist.
     """
+
+    def ask(name: str, argument: Any) -> Any:  # noqa: ANN401 - the bindings ship no types
+        code, *found = getattr(runtime.library("cuda.bindings.driver"), name)(argument)
+        if int(code):
+            raise UnsupportedError(f"cuda:{device} cannot be identified: the CUDA driver answers {code.name} to {name}")
+        return found[0] if found else None
+
     if device not in _uuids:
-        _ask_driver("cuInit", 0, device=device)
-        handle = _ask_driver("cuDeviceGet", device, device=device)
-        _uuids[device] = bytes(_ask_driver("cuDeviceGetUuid", handle, device=device).bytes).hex()
+        ask("cuInit", 0)
+        _uuids[device] = bytes(ask("cuDeviceGetUuid", ask("cuDeviceGet", device)).bytes).hex()
     return _uuids[device]
-
-
-def _ask_driver(name: str, argument: Any, *, device: int) -> Any:  # noqa: ANN401 - the bindings ship no types
-    code, *found = getattr(runtime.library("cuda.bindings.driver"), name)(argument)
-    if int(code):
-        raise UnsupportedError(f"cuda:{device} cannot be identified: the CUDA driver answers {code.name} to {name}")
-    return found[0] if found else None
 
 
 def device_by_uuid(uuid: str) -> int:
@@ -121,14 +120,11 @@ def device_by_uuid(uuid: str) -> int:
         ) from None
 
 
-class Allocation(NamedTuple):
-    """The allocation in which an address lies."""
-
-    address: int
-    length_bytes: int
+Range = tuple[int, int]
+"""(address, length in bytes) in this process."""
 
 
-def allocation_of(device: int, address: int) -> Allocation:
+def allocation_of(device: int, address: int) -> Range:
     """Return the allocation that holds an address of this process. Raises RegistrationError when it is no device memory."""
     runtime.use(device)
     code, *found = runtime.library("cuda.bindings.driver").cuMemGetAddressRange(address)
@@ -137,60 +133,49 @@ def allocation_of(device: int, address: int) -> Allocation:
             f"{address:#x} is not in any device memory of this process on cuda:{device} ({code.name}); "
             "the tensor was freed, or lies on another device"
         )
-    base, length_bytes = found
-    return Allocation(int(base), int(length_bytes))
+    return int(found[0]), int(found[1])
 
 
 @dataclass(frozen=True, eq=False)
 class ProcessAllocations:
-    """The allocations that one process shares. There is one of it in each process, since CUDA counts by process.
+    """The allocations that a process shares, one object in each process, since CUDA counts by process.
 
-    CUDA cannot open an allocation in the process that made it. So what is exported here is remembered, and opening it gives
-    its own address: an engine that brings its memory, its rank worker and a peer in the same process all find it.
+    CUDA cannot open an allocation in the process that made it. The process remembers exported allocations instead, and opening one
+    gives its own address: an engine that brings its memory, its rank worker and a peer in the same process all find it.
     """
 
     exported: dict[bytes, int] = field(default_factory=dict)
-    """Handle to address, of the process's own."""
-    exported_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Handle to address of this process's own allocations. Single operations on a dict need no lock."""
     opened: HeldThings[tuple[bytes, int], int] = field(default_factory=HeldThings)
-    """Handle and the device that it was opened from, to the address here."""
+    """Handle and the device that opened it, to the address here."""
 
 
 _here = ProcessAllocations()
 
 
-class ExportedAllocation(NamedTuple):
-    """An allocation of this process, and how others open it (`extent.origin`)."""
+def export(device: int, address: int) -> Extent:
+    """Return the allocation in which `address` lies, with an origin by which other processes open it.
 
-    handle: bytes
-    """64 bytes."""
-    extent: Extent
-    """All of it."""
-
-    def forget(self) -> None:
-        """Say that the allocation is about to be freed: CUDA may give its handle to another one. Harmless when forgotten."""
-        with _here.exported_lock:
-            _here.exported.pop(self.handle, None)
-
-
-def export(device: int, address: int) -> ExportedAllocation:
-    """Say how other processes open the allocation in which `address` lies. Raises RegistrationError for memory without a handle.
-
-    Whoever frees the allocation calls `forget` first.
+    Whoever frees the allocation calls `forget_export` before. Raises RegistrationError for memory without a handle.
     """
-    allocation = allocation_of(device, address)
+    base, length_bytes = allocation_of(device, address)
     try:
-        handle = runtime.export_memory(device, allocation.address)
+        handle = runtime.export_memory(device, base)
     except TransportError as error:
         raise RegistrationError(
-            f"device memory of cuda:{device} at {allocation.address:#x} cannot be shared with other processes: {error}; it must "
+            f"device memory of cuda:{device} at {base:#x} cannot be shared with other processes: {error}; it must "
             "come from cudaMalloc (torch: no expandable_segments in PYTORCH_CUDA_ALLOC_CONF), not from a virtual, managed or "
             "asynchronous allocation"
         ) from error
-    with _here.exported_lock:
-        _here.exported[handle] = allocation.address
-    origin = CudaOrigin(handle=handle, device_uuid=device_uuid(device), length_bytes=allocation.length_bytes)
-    return ExportedAllocation(handle, _allocation_extent(allocation.address, device, origin))
+    _here.exported[handle] = base
+    origin = CudaOrigin(handle=handle, device_uuid=device_uuid(device), length_bytes=length_bytes)
+    return _allocation_extent(base, device, origin)
+
+
+def forget_export(extent: Extent) -> None:
+    """Forget an exported allocation that is about to be freed: CUDA may give its handle to another one."""
+    if isinstance(extent.origin, CudaOrigin):
+        _here.exported.pop(extent.origin.handle, None)
 
 
 def _allocation_extent(address: int, device: int, origin: CudaOrigin) -> Extent:
@@ -208,31 +193,23 @@ class OpenedAllocation(Closing):
     """An exported allocation, usable in this process until `close`. Any thread may open and close it."""
 
     def __init__(self, origin: CudaOrigin, *, device: int | None = None) -> None:
-        """Open it for use from `device`; none: from the device that holds it, by its UUID.
+        """Open it for use from `device`, by default from the device that holds it. Another device gets peer access to that one.
 
-        From another device than that, peer access to it is switched on. Raises RegistrationError when its process is gone
-        or cannot be reached, UnsupportedError when this process does not see the device.
+        Raises RegistrationError when the allocation's process is gone or cannot be reached, UnsupportedError when this process does
+        not see the device.
         """
-        handle, self._close = origin.handle, _nothing
-        with _here.exported_lock:
-            own = _here.exported.get(handle)
+        handle, opened, self._stack = origin.handle, _here.opened, ExitStack()
         chosen = device_by_uuid(origin.device_uuid) if device is None else device
-        address = own
+        address = _here.exported.get(handle)
         if address is None:
-            key, opened = (handle, chosen), _here.opened
-            address = opened.hold(key, lambda: runtime.open_memory(chosen, handle))
-            self._close = lambda: opened.let_go(key, lambda found: runtime.close_memory(chosen, found))
+            address = opened.hold((handle, chosen), lambda: runtime.open_memory(chosen, handle))
+            self._stack.callback(opened.let_go, (handle, chosen), lambda found: runtime.close_memory(chosen, found))
         self.extent = _allocation_extent(address, chosen, origin)
         """All of it, at its address here."""
 
     def close(self) -> None:
         """Give it up; nothing on any device uses it through this holder any more. Harmless when closed."""
-        close, self._close = self._close, _nothing
-        close()
-
-
-def _nothing() -> None:
-    pass
+        self._stack.close()
 
 
 # ------------------------------------------------------------------------------------------- registered host memory
@@ -240,19 +217,16 @@ def _nothing() -> None:
 PIECE_BYTES = 1 << 30
 """Host memory is registered in pieces of about this size, so that progress can be shown: 0.05 to 0.4 s each."""
 
-Range = tuple[int, int]
-"""(address, length in bytes) in this process."""
-
 _ranges: HeldThings[Range, list[Range]] = HeldThings()
-"""What is registered in this process, and in which pieces."""
+"""The registered ranges of this process, each with its pieces."""
 
 
 class HostRegistration(Closing):
     """Host memory that every CUDA device of this process reads and writes at its host addresses, until `close`.
 
-    Registering pins every page and takes 0.05 to 0.4 s for each GiB, once a process: a second registration of the same memory,
-    or of a part of it, costs nothing, and the last one that is closed ends it. A mapping cannot be closed before its registration.
-    Any thread may create and close one. Nothing on any device uses the memory any more when it is closed.
+    Registering pins every page and takes 0.05 to 0.4 s for each GiB, once a process: a second registration of the same memory, or
+    of a part of it, costs nothing, and the last one to close ends it. A mapping cannot be closed before its registration. Any
+    thread may create and close one. The caller closes it when no device uses the memory any more.
     """
 
     def __init__(
@@ -263,12 +237,11 @@ class HostRegistration(Closing):
         device: int = 0,
         on_progress: Progress = ignore_progress,
     ) -> None:
-        """Register. `on_progress` counts over all of `memory`, and what it raises undoes everything.
+        """Register. `on_progress` counts over all of `memory`; an exception of `on_progress` undoes everything.
 
-        No operation crosses the border of one of `extents`, so the memory is registered in pieces that end at such borders: copy
-        engines refuse a copy that crosses from one registration into the next. `device` is one that this process
-        may use. Raises RegistrationError with cause and cure, UnsupportedError without CUDA; then nothing is registered that was
-        not before.
+        Copy engines refuse a copy that crosses from one registration into the next, so each piece that is registered ends at a
+        border of one of `extents`, which no operation crosses. `device` is one that this process may use. Raises RegistrationError
+        with cause and cure, and UnsupportedError without CUDA; a failure leaves nothing registered that was not before.
         """
         self._stack = ExitStack()
         memory = tuple(memory)
@@ -301,18 +274,17 @@ class HostRegistration(Closing):
 
 
 def registered_ranges() -> dict[Range, int]:
-    """Return what is registered in this process, with the number of holders of each range."""
+    """Return the ranges that are registered in this process, with the number of holders of each."""
     return _ranges.holders()
 
 
 def registered_range(span: Range) -> Range | None:
     """Return the range that is registered and in which all of another lies."""
-    start, stop = span[0], sum(span)
-    return next((each for each in _ranges.holders() if each[0] <= start and stop <= sum(each)), None)
+    return next((each for each in _ranges.holders() if each[0] <= span[0] and sum(span) <= sum(each)), None)
 
 
 def _pieces(span: Range, cuts: Iterable[int]) -> list[Range]:
-    """Cut a range at as few of the places as leave no piece longer than `PIECE_BYTES`, as far as that can be."""
+    """Cut a range at as few of `cuts` as possible, so that no piece is longer than `PIECE_BYTES` where they allow it."""
     begin, end = span[0], sum(span)
     found, last = list[Range](), begin
     for cut in (*(cut for cut in cuts if begin < cut < end), end):
@@ -327,17 +299,16 @@ def _register_pieces(
     span: Range, cuts: Iterable[int], *, device: int, label: str, on_progress: Progress
 ) -> list[Range]:
     done: list[Range] = []
-    try:
+    with ExitStack() as undo:
+        undo.callback(_unregister_pieces, done)
         for address, length_bytes in _pieces(span, cuts):
-            runtime.register_host(address, length_bytes, device=device, label=label)
+            try:
+                runtime.register_host(address, length_bytes, device=device, label=label)
+            except RegistrationError as error:
+                raise RegistrationError(f"{error}. Here: {_limits()}") from error
             done.append((address, length_bytes))
             on_progress(sum(done[-1]) - span[0], span[1])
-    except RegistrationError as error:
-        _unregister_pieces(done)
-        raise RegistrationError(f"{error}. Here: {_limits()}") from error
-    except BaseException:
-        _unregister_pieces(done)
-        raise
+        undo.pop_all()
     return done
 
 
@@ -347,17 +318,15 @@ def _unregister_pieces(pieces: list[Range]) -> None:
 
 
 def _check_apart(span: Range, label: str, others: set[Range]) -> None:
-    start, length = span
-    for other_start, other_length in others:
-        if start < other_start + other_length and other_start < start + length:
+    for other in others:
+        if span[0] < sum(other) and other[0] < sum(span):
             raise ConflictError(
-                f"{label}: [{start:#x}, {start + length:#x}) overlaps [{other_start:#x}, {other_start + other_length:#x}), "
+                f"{label}: [{span[0]:#x}, {sum(span):#x}) overlaps [{other[0]:#x}, {sum(other):#x}), "
                 "which is registered with CUDA already; register whole mappings only"
             )
 
 
 def _limits() -> str:
-    """Say which limits there are on pinning memory, as this process finds them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     memlock = "no memlock limit" if soft == resource.RLIM_INFINITY else f"a memlock limit of {soft} bytes"
     groups = [f"{limit.name} with {limit.available_bytes} bytes left" for limit in control_group_limits()]

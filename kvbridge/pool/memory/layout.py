@@ -1,23 +1,20 @@
-"""The layout in memory of the components of a rank, of a node's host pool or of its twins.
+"""The layout in memory of the components of a rank, of a node's host pool, and of its host copies.
 
-A *block* is what is laid out as one: in the `layer_first` form one layer of one component, page after page; in the
-`page_first` forms (which place the same bytes, and differ in what copies them) all layers of all components of an index
-space, and page `p` of every one of them before page `p + 1` of any: so a page id is one stretch of memory. In device pools
-a component that decode may keep in its host pool has a block of its own, on either side of a transfer: its pages lie alike
-where they come from and where they go to, and those of the others go on from page to page without it. The layouts differ
-in which regions share a block, and so in strides; nothing after this module asks which one it was.
+A *block* is one strided array: in the `layer_first` form one layer of one component, page after page; in the `page_first` forms
+(which place the same bytes, and differ in what copies them) all layers of all components of an index space, so a page id is one
+stretch of memory. In device pools a component that decode may keep in its host pool has a block of its own on both sides of a
+transfer: its pages then lie alike at source and destination, and the pages of the others continue from page to page without it.
+Code behind this module sees strides and never asks for the layout.
 
-Blocks begin at multiples of 4 KiB and never touch, so that two addresses of different blocks are never neighbours. A
-block that is longer than an extent is cut between pages; the parts touch unless a new mapping begins, so that within
-one mapping a region is one strided array. Short blocks share extents, since every registration costs the network card
-an entry.
+Blocks begin at multiples of 4 KiB and never touch, so two addresses of different blocks are never neighbours. A block that is
+longer than an extent is cut between pages; the parts touch unless a new mapping begins, so within one mapping a region is one
+strided array. Short blocks share extents, since every registration costs the network card an entry.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Self, TypeVar
 
@@ -90,9 +87,8 @@ class Placement(FrozenModel):
 
     def _by_region(self, of_mappings: Sequence[ThingT]) -> Iterator[tuple[Region, tuple[ThingT, ...]]]:
         if len(of_mappings) != len(self.mappings):
-            raise InvalidInputError(
-                f"a placement of {len(self.mappings)} mappings needs one address or origin for each, got {len(of_mappings)}"
-            )
+            text = f"a placement of {len(self.mappings)} mappings needs one address or origin for each, got {len(of_mappings)}"
+            raise InvalidInputError(text)
         for region, homes in zip(self.regions, self.homes, strict=True):
             yield region, tuple(of_mappings[mapping] for mapping in homes)
 
@@ -136,13 +132,9 @@ class RankPart(FrozenModel):
     def components(
         self, geometry: ModelGeometry, exclude: Collection[ComponentKind]
     ) -> list[tuple[Component, tuple[int, ...]]]:
-        """Every component that this rank holds on its device, with the layers of it, both in the geometry's order."""
-        mine = set(self.layers)
-        held = [
-            (component, tuple(layer for layer in component.layers if layer in mine))
-            for component in geometry.components
-            if component.kind not in exclude
-        ]
+        """Every component that this rank holds on its device, and its layers here, both in the geometry's order."""
+        kept = [component for component in geometry.components if component.kind not in exclude]
+        held = [(each, tuple(layer for layer in each.layers if layer in self.layers)) for each in kept]
         return [(component, layers) for component, layers in held if layers]
 
     def lanes(self, component: Component) -> tuple[int, int]:
@@ -190,24 +182,25 @@ def device_placement(
     Raises InvalidInputError when a space that is needed has no page count, a page is longer than an extent, or heads do
     not divide.
     """
-    found = []
+    found: list[_Placed] = []
     for component, layers in part.components(geometry, exclude):
         page_count = page_counts.get(component.space, 0)
         if page_count < 1:
             raise InvalidInputError(
                 f"{component.kind} on rank {part.rank} needs at least one page of space '{component.space}'"
             )
-        start, stop = part.lanes(component)
-        page_bytes, apart = component.page_bytes(stop - start), component.host_capable
-        form = _Pages(component.kind, component.space, page_count, page_bytes, (start, stop), apart)
-        found += [(form, layer) for layer in layers]
+        lanes = part.lanes(component)
+        page_bytes = component.page_bytes(lanes[1] - lanes[0])
+        where = {"memory": part.memory, "device": part.device}
+        for layer in layers:
+            region = _alone(component, layer, component.space, page_count, page_bytes, lanes).model_copy(update=where)
+            found.append((component.kind if component.host_capable else "", region))
     if not found:
         raise InvalidInputError(
             f"rank {part.rank} with layers {part.layers} would hold no component of '{geometry.name}' on its device"
         )
-    alignment = math.lcm(*(component.page_alignment_bytes for component in geometry.components)) if page_first else 1
-    blocks = _blocks(found, page_first=page_first, alignment_bytes=alignment)
-    return _pack(blocks, f"device-{part.rank}", chunking or Chunking(), memory=part.memory, device=part.device)
+    alignment = math.lcm(*(component.page_alignment_bytes for component in geometry.components))
+    return _pack(found, f"device-{part.rank}", chunking, page_first=page_first, alignment_bytes=alignment)
 
 
 def host_placement(
@@ -224,7 +217,7 @@ def host_placement(
     Raises InvalidInputError for a kind that cannot live on the host or that no layer has, UnsupportedError for one that
     is split by heads.
     """
-    found = []
+    found: list[_Placed] = []
     for component in (geometry.component(kind) for kind in sorted(set(kinds))):
         if not component.host_capable:
             raise InvalidInputError(f"{component.kind} of '{geometry.name}' cannot live in the host pool")
@@ -233,17 +226,17 @@ def host_placement(
                 f"{component.kind} of '{geometry.name}' is split by heads over ranks; the host pool holds pages "
                 f"that all ranks of a node share"
             )
-        held = tuple(layer for layer in component.layers if layers is None or layer in layers)
+        held = [layer for layer in component.layers if layers is None or layer in layers]
         if not held:
             raise InvalidInputError(f"no layer of this node has {component.kind}, so its host pool cannot hold it")
-        form = _Pages(component.kind, IndexSpace.HOST, page_count, component.page_bytes())
-        found += [(form, layer) for layer in held]
-    if not found or page_count < 1:
+        if page_count > 0:
+            found += [("", _alone(component, at, IndexSpace.HOST, page_count, component.page_bytes())) for at in held]
+    if not found:
         raise InvalidInputError(f"a host pool needs a component and a page, got {sorted(kinds)} and {page_count} pages")
-    return _pack(_blocks(found, page_first=layout is HostLayout.PAGE_FIRST), "host", chunking or Chunking())
+    return _pack(found, "host", chunking, page_first=layout is HostLayout.PAGE_FIRST)
 
 
-def twin_placement(
+def copy_placement(
     geometry: ModelGeometry,
     parts: Collection[RankPart],
     components: Iterable[Component],
@@ -252,148 +245,101 @@ def twin_placement(
     layout: HostLayout = HostLayout.LAYER_FIRST,
     chunking: Chunking | None = None,
 ) -> Placement:
-    """Lay out a node's twins of `components`, for all layers and lanes that its ranks hold; `page_counts` are of twin spaces.
+    """Lay out the host copies of `components`, for all layers and lanes that a node's ranks hold.
 
-    A page of a component that is split by heads holds the lanes of all ranks here, one after another, and each rank's part of it
-    is its own. Raises InvalidInputError when a space that is needed has no page count, or nothing of the components is here.
+    `page_counts` are of the spaces of copies. A page of a component that is split by heads holds the lanes of all ranks here, one
+    after another; each rank uses its own part of the page. Raises InvalidInputError when a space that is needed has no page count,
+    or no layer of the components is here.
     """
-    found = []
+    found: list[_Placed] = []
     for component in components:
         space = copy_space(component.space)
         page_count = page_counts.get(space, 0)
         if page_count < 1:
-            raise InvalidInputError(f"twins of {component.kind} need at least one page of space '{space}'")
+            raise InvalidInputError(f"host copies of {component.kind} need at least one page of space '{space}'")
         for layer in component.layers:
             held = [part.lanes(component) for part in parts if layer in part.layers]
             if held:
                 start, stop = min(start for start, _ in held), max(stop for _, stop in held)
                 page_bytes = copy_page_bytes(geometry, component, stop - start)
-                found.append((_Pages(component.kind, space, page_count, page_bytes, (start, stop)), layer))
+                found.append(("", _alone(component, layer, space, page_count, page_bytes, (start, stop))))
     if not found:
-        raise InvalidInputError(f"this node holds no component of '{geometry.name}' that could have twins on the host")
-    return _pack(_blocks(found, page_first=layout is HostLayout.PAGE_FIRST), "twins", chunking or Chunking())
+        raise InvalidInputError(f"this node holds no component of '{geometry.name}' that could have copies on the host")
+    return _pack(found, "twins", chunking, page_first=layout is HostLayout.PAGE_FIRST)
 
 
-# ------------------------------------------------------------------------------------------- inside
+_Placed = tuple[str, Region]
+"""A region to place, after the name of its block: regions of one space and name share a block in a `page_first` layout."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pages:
-    """The form of the pages of one component."""
-
-    kind: ComponentKind
-    space: IndexSpace
-    page_count: int
-    page_bytes: int
-    lanes: tuple[int, int] = (0, 1)
-    apart: bool = False
-    """True if a page of it is a stretch of its own, apart from the other components of the space."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Pages of some layers, all of one space, interleaved: page 0 of each of them, then page 1 of each, ..."""
-
-    layers: tuple[tuple[_Pages, int], ...]
-    alignment_bytes: int = 1
-    """Alignment of the stride."""
-
-    @property
-    def page_count(self) -> int:
-        return self.layers[0][0].page_count
-
-    @property
-    def stride_bytes(self) -> int:
-        return align_up(sum(form.page_bytes for form, _ in self.layers), self.alignment_bytes)
-
-    @property
-    def label(self) -> str:
-        kinds = dict.fromkeys(form.kind for form, _ in self.layers)
-        return f"{', '.join(kinds)}, {len(self.layers)} layers together"
-
-
-def _blocks(found: list[tuple[_Pages, int]], *, page_first: bool, alignment_bytes: int = 1) -> list[_Block]:
-    if not page_first:
-        return [_Block((each,)) for each in found]
-    together = sorted(found, key=_home)  # stable: components and layers keep their order
-    return [_Block(tuple(each), alignment_bytes) for _, each in groupby(together, key=_home)]
-
-
-def _home(found: tuple[_Pages, int]) -> tuple[IndexSpace, str]:
-    """The key of the block in which pages lie, page by page."""
-    form, _ = found
-    return form.space, form.kind if form.apart else ""
-
-
-class _Packer:
-    """Puts pieces one after another into mappings."""
-
-    def __init__(self, mapping_bytes: int | None) -> None:
-        self._mapping_bytes = mapping_bytes
-        self._ends = [0]
-
-    def put(self, length: int, *, first: bool) -> tuple[int, int]:
-        """Return (mapping, offset) of a piece: apart from the piece before if it is the first of its block, else behind it."""
-        start = self._ends[-1]
-        if first and start:
-            start = align_up(start + 1, EXTENT_ALIGNMENT_BYTES)
-        if self._mapping_bytes is not None and start and start + length > self._mapping_bytes:
-            self._ends.append(0)
-            start = 0
-        self._ends[-1] = start + length
-        return len(self._ends) - 1, start
-
-    def mappings(self, name: str) -> tuple[PlacedMapping, ...]:
-        """The mappings that hold everything that was put."""
-        return tuple(
-            PlacedMapping(
-                name=name if len(self._ends) == 1 else f"{name}-{index}",
-                length_bytes=align_up(end, EXTENT_ALIGNMENT_BYTES),
-            )
-            for index, end in enumerate(self._ends)
-        )
+def _alone(
+    component: Component,
+    layer: int,
+    space: IndexSpace,
+    page_count: int,
+    page_bytes: int,
+    lanes: tuple[int, int] = (0, 1),
+) -> Region:
+    """Return a layer's region of DRAM at address 0, page after page, in one extent."""
+    return Region(
+        component=component.kind,
+        layer=layer,
+        space=space,
+        memory=MemoryKind.DRAM,
+        extent_addresses=(0,),
+        pages_per_extent=page_count,
+        page_count=page_count,
+        page_bytes=page_bytes,
+        page_stride_bytes=page_bytes,
+        lane_start=lanes[0],
+        lane_stop=lanes[1],
+    )
 
 
 def _pack(
-    blocks: list[_Block], name: str, chunking: Chunking, *, memory: MemoryKind = MemoryKind.DRAM, device: int = 0
+    found: list[_Placed], name: str, chunking: Chunking | None, *, page_first: bool, alignment_bytes: int = 1
 ) -> Placement:
-    mapping_bytes = chunking.mapping_bytes
-    if mapping_bytes is not None:
-        mapping_bytes = mapping_bytes // EXTENT_ALIGNMENT_BYTES * EXTENT_ALIGNMENT_BYTES
-    longest = min(chunking.extent_bytes, mapping_bytes or chunking.extent_bytes)
-    packer = _Packer(mapping_bytes)
-    regions: list[Region] = []
-    homes: list[tuple[int, ...]] = []
+    """Put blocks one after another into mappings; `alignment_bytes` is of the stride of blocks with several regions."""
+    chunking = chunking or Chunking()
+    limit = chunking.mapping_bytes and chunking.mapping_bytes // EXTENT_ALIGNMENT_BYTES * EXTENT_ALIGNMENT_BYTES
+    blocks = [[region] for _, region in found]
+    if page_first:
+        home = lambda placed: (placed[1].space, placed[0])  # noqa: E731
+        # Sorting is stable: components and layers keep their order.
+        blocks = [[region for _, region in block] for _, block in groupby(sorted(found, key=home), key=home)]
+    ends, regions, homes = [0], list[Region](), list[tuple[int, ...]]()
     for block in blocks:
+        page_count = block[0].page_count
+        stride = sum(region.page_bytes for region in block)
+        stride = align_up(stride, alignment_bytes) if page_first else stride
         try:
-            per_extent = pages_per_extent(block.page_count, block.stride_bytes, longest)
-        except InvalidInputError as error:
-            raise InvalidInputError(f"{block.label}: {error}") from error
-        mappings, offsets = zip(
-            *(
-                packer.put(min(per_extent, block.page_count - first) * block.stride_bytes, first=first == 0)
-                for first in range(0, block.page_count, per_extent)
-            ),
-            strict=True,
-        )
-        homes += [mappings] * len(block.layers)
-        begin = 0
-        for form, layer in block.layers:
-            regions.append(
-                Region(
-                    component=form.kind,
-                    layer=layer,
-                    space=form.space,
-                    memory=memory,
-                    device=device,
-                    extent_addresses=tuple(offset + begin for offset in offsets),
-                    pages_per_extent=per_extent,
-                    page_count=form.page_count,
-                    page_bytes=form.page_bytes,
-                    page_stride_bytes=block.stride_bytes,
-                    lane_start=form.lanes[0],
-                    lane_stop=form.lanes[1],
-                )
+            per_extent = pages_per_extent(
+                page_count, stride, min(chunking.extent_bytes, limit or chunking.extent_bytes)
             )
-            begin += form.page_bytes
-    return Placement(mappings=packer.mappings(name), regions=tuple(regions), homes=tuple(homes))
+        except InvalidInputError as error:
+            kinds = ", ".join(dict.fromkeys(region.component for region in block))
+            raise InvalidInputError(f"{kinds}, {len(block)} layers together: {error}") from error
+        places: list[tuple[int, int]] = []
+        for page in range(0, page_count, per_extent):
+            start, length = ends[-1], min(per_extent, page_count - page) * stride
+            if page == 0 and start:
+                start = align_up(start + 1, EXTENT_ALIGNMENT_BYTES)  # apart from the block before
+            if limit is not None and start and start + length > limit:
+                ends.append(0)
+                start = 0
+            ends[-1] = start + length
+            places.append((len(ends) - 1, start))
+        begin = 0
+        for region in block:
+            offsets = tuple(offset + begin for _, offset in places)
+            form = {"extent_addresses": offsets, "pages_per_extent": per_extent, "page_stride_bytes": stride}
+            regions.append(region.model_copy(update=form))
+            homes.append(tuple(mapping for mapping, _ in places))
+            begin += region.page_bytes
+    mappings = tuple(
+        PlacedMapping(
+            name=name if len(ends) == 1 else f"{name}-{index}", length_bytes=align_up(end, EXTENT_ALIGNMENT_BYTES)
+        )
+        for index, end in enumerate(ends)
+    )
+    return Placement(mappings=mappings, regions=tuple(regions), homes=tuple(homes))

@@ -24,7 +24,7 @@ from kvbridge.pool.memory.extent import (
     part_of,
     registered_extents,
 )
-from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, Placement, RankPart
 from kvbridge.pool.memory.shared_mapping import SharedMapping, close_all, require_memory
 
@@ -35,10 +35,10 @@ SHARED_ALIGNMENT_BYTES = 2 << 20
 class MemoryPool(Closing):
     """The regions of one rank's device pool, or of a node's host pool, in this process.
 
-    Its memory is shared files (`in_files`, `taken_over`), a GPU's (`on_gpu`), or an engine's, which is described and never touched
-    (`adopted`). Freeing GPU memory that another process still has open is undefined, so such a pool is closed only when nobody else
-    can have it open any more. A rank worker leaves that to the end of its process, which the driver survives: it keeps such memory
-    until the last process that opened it has closed it, and nothing can be allocated in its place before.
+    Its memory is shared files (`in_files`, `taken_over`), a GPU's (`on_gpu`), or an engine's, which the pool describes and never
+    touches (`adopted`). Freeing GPU memory that another process still has open is undefined, so such a pool is closed only when
+    nobody else can have it open any more. A rank worker does not close it: when the process ends, the driver keeps the memory until
+    the last process that opened it has closed it, and allocates nothing in its place before.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class MemoryPool(Closing):
     def in_files(
         cls, placement: Placement, directory: Path | str, prefix: str, *, on_progress: Progress = ignore_progress
     ) -> Self:
-        """Create the files of a placement, zeroed and in memory; this pool owns them and removes them in `close`.
+        """Create the files of a placement, zeroed and in memory; the pool owns them, and `close` removes them.
 
         `on_progress` counts over all files. Raises RegistrationError, and leaves nothing, when they cannot be created.
         """
@@ -106,10 +106,10 @@ class MemoryPool(Closing):
         wait_s: float,
         on_progress: Progress = ignore_progress,
     ) -> Self:
-        """Own the files of an equal placement whose owner has left them, with what is in them: one for each mapping, in order.
+        """Own the files of an equal placement that their owner has left, one for each mapping, in order; keep their content.
 
-        They get names that begin with `prefix`. Raises RegistrationError when that cannot be; the files are removed then, but stay
-        when `on_progress` raises.
+        The files get names that begin with `prefix`. Raises RegistrationError when they cannot be owned, and removes them; they
+        stay when `on_progress` raises.
         """
         deadline_s, done_bytes = time.monotonic() + wait_s, 0
         mappings: list[SharedMapping] = []
@@ -151,11 +151,10 @@ class MemoryPool(Closing):
                 done_bytes += mapping.length_bytes
                 on_progress(done_bytes, placement.total_bytes)
             runtime.synchronize(device)
-            exported = [export(device, address) for address in addresses]
-            for one in exported:
-                stack.callback(one.forget)
-            regions, made = placement.regions_at(addresses), [one.extent for one in exported]
-            return cls(regions, made, placement=placement, allocations=stack.pop_all())
+            made = [export(device, address) for address in addresses]
+            for extent in made:
+                stack.callback(forget_export, extent)
+            return cls(placement.regions_at(addresses), made, placement=placement, allocations=stack.pop_all())
 
     @classmethod
     def adopted(
@@ -170,9 +169,9 @@ class MemoryPool(Closing):
     ) -> Self:
         """Check and adopt an engine's memory: every component of `part` but `exclude`, each layer once, in the geometry's form.
 
-        `given` are regions of one extent each, at this process's addresses; `shared` are whole allocations in which
-        some of them lie and that other processes of the host can reach. The engine frees it all, when no peer holds a manifest of
-        it. Raises InvalidInputError that names the component and layer that is missing, too much, or of another form.
+        `given` are regions of one extent each, at this process's addresses; `shared` are whole allocations in which some of them
+        lie and that other processes of the host can reach. The engine frees its memory when no peer holds a manifest of it. Raises
+        InvalidInputError that names the component and layer that is missing, too much, or of another form.
         """
         _require_complete(geometry, part, given, exclude)
         manifest = RankManifest(
@@ -286,8 +285,8 @@ class MappedRegions(Closing):
 def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...]:
     """Cut regions of one extent between pages into extents of at most `extent_bytes`. The order stays.
 
-    Regions that interleave are cut at the same pages, where they follow one pattern: one stride, one page count, all of
-    page 0 within one stride. Otherwise no cut could keep their extents apart, and they stay whole, however long.
+    Regions that interleave are cut at the same pages where they follow one pattern: one stride, one page count, all of page 0
+    within one stride. Other regions that interleave stay whole, however long, since no cut could keep their extents apart.
     """
     cut: dict[tuple[ComponentKind, int], Region] = {}
     for group in _interleaving(given):

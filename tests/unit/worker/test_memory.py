@@ -18,7 +18,7 @@ from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.gpu_memory import registered_ranges
-from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement, twin_placement
+from kvbridge.pool.memory.layout import RankPart, copy_placement, device_placement, host_placement
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.worker.lifecycle import serve_rank
 from kvbridge.worker.memory import WorkerMemory, bring_memory
@@ -102,7 +102,7 @@ def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, ho
 
 
 def test_twins_are_page_locked_and_in_no_manifest(cuda, host, stack, tmp_path):
-    placed = twin_placement(TINY, [PART], copied_components(TINY, {C4}, checkpoints=False), page_counts={FULL_COPY: 3})
+    placed = copy_placement(TINY, [PART], copied_components(TINY, {C4}, checkpoints=False), page_counts={FULL_COPY: 3})
     with MemoryPool.in_files(placed, tmp_path, "twins") as twins:
         order = setup(host, make=True).model_copy(update={"twins": twins.shared_regions()})
         memory = bring(order, (), stack, on_progress=lambda *_: None)

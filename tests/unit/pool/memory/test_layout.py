@@ -13,10 +13,10 @@ from kvbridge.pool.memory.layout import (
     Chunking,
     Placement,
     RankPart,
+    copy_placement,
     device_placement,
     host_placement,
     stage_layers,
-    twin_placement,
 )
 
 FLASH = preset("deepseek-v4-flash")
@@ -66,7 +66,7 @@ TWIN_COUNTS = {IndexSpace.FULL_COPY: 30, IndexSpace.SWA_COPY: 4}
 
 
 def test_no_manifest_ever_names_twins():
-    placement = twin_placement(FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=TWIN_COUNTS)
+    placement = copy_placement(FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=TWIN_COUNTS)
     with pytest.raises(InvalidInputError, match=r"c4_kv layer 2 \(twin\): its page ids count space 'full_twin'"):
         check_manifest(manifest_of(placement), FLASH)
 

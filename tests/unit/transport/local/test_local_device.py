@@ -23,7 +23,6 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.pool.memory.gpu_memory import Allocation
 from kvbridge.transport.base import TransferState
 from kvbridge.transport.local import memory as local_memory
 from kvbridge.transport.local import peer as local_peer
@@ -115,7 +114,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "")
     monkeypatch.setattr(local_peer, "OpenedAllocation", Opened)
-    monkeypatch.setattr(local_peer, "allocation_of", lambda device, at: Allocation(at, lengths[at]))
+    monkeypatch.setattr(local_peer, "allocation_of", lambda device, at: (at, lengths[at]))
     monkeypatch.setattr(local_peer, "_require_reach", reach)
     monkeypatch.setattr(local_memory, "HostRegistration", Registration)
     monkeypatch.setattr(local, "has_accelerator", lambda: seen.gpu)
