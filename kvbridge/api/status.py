@@ -1,4 +1,4 @@
-"""Documents for the operators of any daemon. Field names are the JSON names."""
+"""Documents for the operators of any daemon. Field names are the JSON names; moments are Unix seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvbridge.api.directory import InstanceView
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role
 from kvbridge.core.prefixes import Evicted, ModelIdentity
 from kvbridge.pool.accounts.pages import PageState
+from kvbridge.telemetry.recent import Moment, PeerTraffic, Problem
 
 
 class Readiness(FrozenModel):
@@ -126,7 +127,8 @@ class ClientStatus(FrozenModel):
     client: str
     rooms: int
     waiting: int
-    head_waits_s: float
+    head_since: Moment | None
+    """When its longest waiting request began to wait."""
     max_rooms: int
     max_waiting: int
 
@@ -135,45 +137,33 @@ class AdmissionStatus(FrozenModel):
     """The queue of admission, and the clients with the most in it or in use."""
 
     waiting: int
-    oldest_wait_s: float
-    starved_s: float
+    oldest_since: Moment | None
+    """When the longest waiting request began to wait."""
+    starved_since: Moment | None
+    """Since when not even the smallest request fits."""
     clients: tuple[ClientStatus, ...]
 
 
-class ProblemStatus(FrozenModel):
-    """Something that went wrong lately."""
+class DaemonStatus(FrozenModel):
+    """The status document of any daemon. It tells moments and no ages, so it can be kept for a while and still be right."""
 
-    ago_s: float
-    what: str
-    whom: str
-    """Room, peer, rank or engine; empty when nobody in particular."""
-    reason: str
-
-
-class TrafficStatus(FrozenModel):
-    """Traffic between a node and one peer since the peer was first seen."""
-
-    sent_bytes: int
-    received_bytes: int
-    rooms_completed: int
-    rooms_failed: int
-    last_ago_s: float
-    """Seconds since a room of this peer moved last."""
+    at: Moment
+    """When this document was made."""
+    started_at: Moment
+    version: str
+    ready: Readiness
 
 
-class NodeStatus(FrozenModel):
+class NodeStatus(DaemonStatus):
     """A prefill or decode daemon."""
 
     role: Role
     instance: str
     node: str
     incarnation: str
-    version: str
-    uptime_s: float
     model: ModelStatus
     memory_bytes: int
     """Bytes of all pools together."""
-    ready: Readiness
     bootstrap: BootstrapLinkStatus
     control: str
     """Where decode nodes connect; empty on a decode node."""
@@ -196,9 +186,9 @@ class NodeStatus(FrozenModel):
     """Null where nothing is kept below host memory (`tier.store`)."""
     quarantine: dict[str, tuple[str, ...]]
     """Owners of pages that nobody may use yet, by reason."""
-    problems: tuple[ProblemStatus, ...]
+    problems: tuple[Problem, ...]
     """The oldest first."""
-    traffic: dict[str, TrafficStatus]
+    traffic: dict[str, PeerTraffic]
     """By the peer's incarnation."""
     fence: FenceStatus | None = None
     """Null on a prefill node, to which nobody writes."""
@@ -312,14 +302,11 @@ class StoreStatus(FrozenModel):
     """Why the store cannot be asked; empty when it can. The page then shows the store's last answer."""
 
 
-class BootstrapStatus(FrozenModel):
+class BootstrapStatus(DaemonStatus):
     """A bootstrap daemon."""
 
     role: str = "bootstrap"
     incarnation: str
-    version: str
-    uptime_s: float
-    ready: Readiness
     store: StoreStatus
     instances: tuple[InstanceView, ...]
     rooms: dict[str, int]
@@ -341,13 +328,10 @@ class ServerStatus(FrozenModel):
     """Whether requests go to this prefill server and to decode at once."""
 
 
-class RouterStatus(FrozenModel):
+class RouterStatus(DaemonStatus):
     """A router."""
 
     role: str = "router"
-    version: str
-    uptime_s: float
-    ready: Readiness
     order: str
     """`paired` or `plain`."""
     outstanding: NonNegative

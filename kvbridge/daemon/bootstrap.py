@@ -27,6 +27,7 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.store import MemoryStore, PairingState, RoomTimes, Store
 from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig, StoreKind
+from kvbridge.core.clock import moment
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import Service
 from kvbridge.daemon.lifecycle import Traces
@@ -165,7 +166,8 @@ class BootstrapDaemon(Service):
         return BootstrapStatus(
             incarnation=self.incarnation,
             version=__version__,
-            uptime_s=self.uptime_s,
+            at=moment(),
+            started_at=self.started_at,
             ready=self.readiness(),
             store=StoreStatus(kind=self.config.directory.store.value, problem=overview.problem),
             instances=overview.listing,

@@ -9,7 +9,7 @@ from typing import Any
 from kvbridge.api.status import Readiness
 from kvbridge.config.endpoints import HttpConfig
 from kvbridge.config.loading import read_grants
-from kvbridge.core.clock import monotonic
+from kvbridge.core.clock import moment
 from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.app import AppSettings
@@ -56,7 +56,7 @@ class Service:
         self.secrets = SecretFiles()
         self.seldom = Seldom(self.metrics.line_left_out)
         self._told = ToldReadiness()
-        self._started_s = monotonic()
+        self.started_at = moment()
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -64,11 +64,6 @@ class Service:
     def url(self) -> str:
         """The bound address; empty before `start`."""
         return self._http.url if self._http else ""
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since this object was made."""
-        return round(monotonic() - self._started_s, 1)
 
     async def open(
         self,

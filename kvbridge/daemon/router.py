@@ -13,6 +13,7 @@ from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
 from kvbridge.config.loading import read_token
 from kvbridge.config.schema import RouterConfig
+from kvbridge.core.clock import moment
 from kvbridge.core.ids import Role
 from kvbridge.daemon.front import Service
 from kvbridge.http.router_app import create_router_app
@@ -102,7 +103,8 @@ class RouterDaemon(Service):
         """Return everything an operator wants to see."""
         return RouterStatus(
             version=__version__,
-            uptime_s=self.uptime_s,
+            at=moment(),
+            started_at=self.started_at,
             ready=self.readiness(),
             order=self.config.order.value,
             outstanding=self.router.under_way,

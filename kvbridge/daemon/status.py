@@ -22,13 +22,12 @@ from kvbridge.api.status import (
     NodeStatus,
     PeerStatuses,
     PrefixStatus,
-    ProblemStatus,
     Readiness,
     RegistrationState,
-    TrafficStatus,
 )
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.clock import moment
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import REQUEST_SPACES
@@ -88,7 +87,7 @@ class NodeOverview:
         self._peers = peers
         self._rooms = rooms
         self._admission = admission
-        self._started_s = time.monotonic()
+        self._started_at = moment()
         self.metrics: Metrics = parts.metrics
         self.http_url = ""
         """Where HTTP is served."""
@@ -123,12 +122,12 @@ class NodeOverview:
 
     def status(self) -> NodeStatus:
         """Everything an operator wants to see."""
-        parts, now_s = self._parts, time.monotonic()
-        kept = parts.memory.restored
+        parts, kept = self._parts, self._parts.memory.restored
         return NodeStatus(
             **parts.identity._asdict(),
             version=__version__,
-            uptime_s=round(now_s - self._started_s, 1),
+            at=moment(),
+            started_at=self._started_at,
             model=ModelStatus(
                 name=parts.geometry.name,
                 fingerprint=fingerprint(parts.geometry),
@@ -151,20 +150,8 @@ class NodeOverview:
             kept_pools=None if kept is None else KeptPoolsStatus.model_validate(kept, from_attributes=True),
             store=None if parts.stored is None else parts.stored.status(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
-            problems=tuple(
-                ProblemStatus(ago_s=round(now_s - found.at_s, 1), what=found.what, whom=found.whom, reason=found.reason)
-                for found in parts.recent.problems
-            ),
-            traffic={
-                peer: TrafficStatus(
-                    sent_bytes=found.sent_bytes,
-                    received_bytes=found.received_bytes,
-                    rooms_completed=found.rooms_completed,
-                    rooms_failed=found.rooms_failed,
-                    last_ago_s=round(now_s - found.last_s, 1),
-                )
-                for peer, found in parts.recent.traffic.items()
-            },
+            problems=tuple(parts.recent.problems),
+            traffic=parts.recent.traffic,
             fence=self._peers.fence(),
         )
 
@@ -226,7 +213,7 @@ class NodeOverview:
         if status.fence is not None:
             metrics.assign(m.EPOCH, status.fence.epoch)
         metrics.assign(m.WAITING, status.admission.waiting)
-        metrics.assign(m.STARVED, self._admission.starved_s)
+        metrics.assign(m.STARVED, status.at - (status.admission.starved_since or status.at))
         metrics.assign(m.READY, status.ready.ready)
         pages = {(space.value, state.value): count for space, of in status.pools.items() for state, count in of.items()}
         metrics.replace(m.POOL, pages)
@@ -255,8 +242,8 @@ class NodeOverview:
                 "room": room,
                 "generation": generation,
                 "state": kept.entered.state,
-                "age_s": round(now_s - kept.admitted_s, 3),
-                "in_state_s": round(now_s - kept.entered_s, 3),
+                "admitted_at": moment(now_s - kept.admitted_s),
+                "entered_at": moment(now_s - kept.entered_s),
                 "peer": kept.peer,
                 "reason": kept.entered.reason,
             }

@@ -139,7 +139,8 @@ class Asking:
             return ""
         ours = (needs.role, needs.instance, needs.node)
         theirs = (said.get("role"), said.get("instance", ""), said.get("node", ""))
-        return f"{needs.name}, up for {float(said.get('uptime_s', 0)):.0f} s" if ours == theirs else ""
+        uptime_s = float(said.get("at", 0)) - float(said.get("started_at", 0))
+        return f"{needs.name}, up for {uptime_s:.0f} s" if ours == theirs else ""
 
     def shake(self, name: str, endpoint: str, *, encrypted: bool | None) -> Handshake:
         """Enter a control socket and leave it. `encrypted`: what the directory says of it."""

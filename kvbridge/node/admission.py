@@ -25,7 +25,7 @@ import structlog
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.limits import AdmissionConfig
-from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.clock import Clock, moment, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
@@ -413,17 +413,18 @@ class AdmissionController:
 
     def status(self) -> AdmissionStatus:
         """Return the queue and the clients, for `/status`."""
-        since_s = self._queue.oldest_since_s()
         return AdmissionStatus(
             waiting=len(self._queue),
-            oldest_wait_s=0.0 if since_s is None else round(self._clock() - since_s, 3),
-            starved_s=round(self.starved_s, 3),
+            oldest_since=self._moment(self._queue.oldest_since_s()),
+            starved_since=self._moment(self._starved_since_s),
             clients=self._clients(),
         )
 
+    def _moment(self, since_s: float | None) -> float | None:
+        return None if since_s is None else moment(self._clock() - since_s)
+
     def _clients(self) -> tuple[ClientStatus, ...]:
-        in_use, waiting, now_s = self._in_use, self._queue.by_client(), self._clock()
-        none = 0, now_s
+        in_use, waiting, none = self._in_use, self._queue.by_client(), (0, None)
         shown = sorted(
             in_use.keys() | waiting.keys(),
             key=lambda client: (-waiting.get(client, none)[0], -in_use.get(client, 0), client),
@@ -433,7 +434,7 @@ class AdmissionController:
                 client=client,
                 rooms=in_use.get(client, 0),
                 waiting=waiting.get(client, none)[0],
-                head_waits_s=round(now_s - waiting.get(client, none)[1], 3),
+                head_since=self._moment(waiting.get(client, none)[1]),
                 max_rooms=self._cap(client, "max_rooms")[0],
                 max_waiting=self._cap(client, "max_waiting")[0],
             )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+from kvbridge.core.clock import moment
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.facts import (
@@ -32,12 +33,15 @@ RoomKey = tuple[int, int]
 """(room, generation)."""
 
 
+Moment = float
+"""Wall-clock time in Unix seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """A recent fact that is a problem."""
 
-    at_s: float
-    """Monotonic seconds."""
+    at: Moment
     what: str
     whom: str
     """The room, peer, rank or engine."""
@@ -52,8 +56,8 @@ class PeerTraffic:
     received_bytes: int = 0
     rooms_completed: int = 0
     rooms_failed: int = 0
-    last_s: float = 0.0
-    """When a room with the peer moved last; monotonic seconds."""
+    last_at: Moment = 0.0
+    """When a room with the peer moved last."""
 
 
 @dataclass(slots=True)
@@ -130,8 +134,8 @@ class Recent:
         for state, rooms in self._of_state.items():
             yield from islice(reversed(rooms.items()) if state.final else rooms.items(), limit)
 
-    def _problem(self, now_s: float, fact: Fact) -> None:
-        self.problems.append(Problem(now_s, fact.problem, fact.about, fact.why))
+    def _problem(self, _now_s: float, fact: Fact) -> None:
+        self.problems.append(Problem(moment(), fact.problem, fact.about, fact.why))
 
     def _read(self, now_s: float, fact: RoomFact) -> None:
         key = (fact.room, fact.generation)
@@ -150,19 +154,19 @@ class Recent:
         timeline.entered, timeline.entered_s = fact, now_s
         timeline.peer = fact.peer or timeline.peer
         if fact.state.final:
-            self._end(now_s, fact)
+            self._end(fact)
         rooms = self._of_state[fact.state]
         rooms[key] = timeline
         if len(rooms) > KEPT_ENDED.get(fact.state, len(rooms)):
             oldest = next(iter(rooms))
             del rooms[oldest], self._timelines[oldest]
 
-    def _end(self, now_s: float, fact: RoomEntered) -> None:
+    def _end(self, fact: RoomEntered) -> None:
         self.ended[fact.state] += 1
         if fact.code:
-            self.problems.append(Problem(now_s, f"room {fact.state.value}", str(fact.room), fact.reason))
+            self.problems.append(Problem(moment(), f"room {fact.state.value}", str(fact.room), fact.reason))
         if fact.peer:
-            peer = self._peer(now_s, fact.peer)
+            peer = self._peer(fact.peer)
             peer.rooms_failed += bool(fact.code)
             peer.rooms_completed += not fact.code
 
@@ -188,16 +192,16 @@ class Recent:
         else:
             sums.pages += fact.pages
 
-    def _sent(self, now_s: float, fact: OrderEnded) -> None:
+    def _sent(self, _now_s: float, fact: OrderEnded) -> None:
         if fact.amounts:
-            self._peer(now_s, fact.peer).sent_bytes += _bytes(fact.amounts)
+            self._peer(fact.peer).sent_bytes += _bytes(fact.amounts)
 
-    def _received(self, now_s: float, fact: RankReceived) -> None:
-        self._peer(now_s, fact.peer).received_bytes += _bytes(fact.amounts)
+    def _received(self, _now_s: float, fact: RankReceived) -> None:
+        self._peer(fact.peer).received_bytes += _bytes(fact.amounts)
 
-    def _peer(self, now_s: float, peer: str) -> PeerTraffic:
+    def _peer(self, peer: str) -> PeerTraffic:
         traffic = self.traffic.pop(peer, None) or PeerTraffic()
-        traffic.last_s = now_s
+        traffic.last_at = moment()
         self.traffic[peer] = traffic
         if len(self.traffic) > RECENT_PEERS:
             del self.traffic[next(iter(self.traffic))]

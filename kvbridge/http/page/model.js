@@ -25,16 +25,21 @@ function peersOf({role, peers, traffic}) {
 
 const byName = (list, name) => Object.fromEntries(list.map((one) => [one[name], one]));
 
-// What came from the daemon, with what the page looks up by name.
+// What came from the daemon, with what the page looks up by name, and ages in place of moments.
 export function readable({status, rooms, ended}) {
-  if (!status.instances) return {status, rooms, ended, peers: peersOf(status)};
+  const since = (at) => Math.max(0, status.at - at);
+  if (!status.instances) {
+    const aged = rooms.map((room) => ({...room, age_s: since(room.admitted_at), in_state_s: since(room.entered_at)}));
+    const problems = status.problems.map((problem) => ({...problem, ago_s: since(problem.at)}));
+    return {status: {...status, problems}, rooms: aged, ended, peers: peersOf(status)};
+  }
   const instances = status.instances.map((instance) => ({...instance, nodes: byName(instance.nodes, "node")}));
   return {status, instances: byName(instances, "instance")};
 }
 
 // One node: itself on its own side, its peers on the other.
 export function nodeModel({status, peers, rooms, ended}, rates) {
-  const nowS = status.uptime_s;
+  const nowS = status.at;
   const sends = status.role === "prefill";
   const own = `${status.instance}/${status.node}`;
   const ends = [], links = [];
@@ -57,7 +62,7 @@ export function nodeModel({status, peers, rooms, ended}, rates) {
   rates.add("completed", nowS, completed);
   const perSecond = rates.of("completed");
   const oldest = open.length ? Math.max(...open.map((room) => room.age_s)) : null;
-  const {waiting, oldest_wait_s: waitS} = status.admission;
+  const {waiting, oldest_since: since} = status.admission;
   const engines = status.engines.filter((engine) => !engine.gone).length;
   return {
     left: sends ? [me] : ends, right: sends ? ends : [me], links, problems: [],
@@ -67,7 +72,7 @@ export function nodeModel({status, peers, rooms, ended}, rates) {
       {name: "Rooms completed", value: perSecond === undefined ? "–" : `${perSecond < 10 ? perSecond.toFixed(1) : Math.round(perSecond)} /s`, curve: perSecond, more: `${count(completed)} in all`},
       {name: "Rooms open", value: count(openCount), curve: openCount, more: oldest === null ? "none waits" : `oldest ${age(oldest)}`},
       {name: "Rooms failed", value: count(failed), tone: failed ? "alarm" : "", more: over ? `${((100 * failed) / over).toFixed(failed ? 1 : 0)} % of ${count(over)} that ended` : "none has ended"},
-      {name: "Waiting for pages", value: count(waiting), tone: waiting ? "warn" : "", more: waiting ? `longest ${age(waitS)}` : "nobody waits"},
+      {name: "Waiting for pages", value: count(waiting), tone: waiting ? "warn" : "", more: waiting ? `longest ${age(status.at - since)}` : "nobody waits"},
       {name: "Fullest pool", value: full === null ? "–" : `${Math.round(100 * full)} %`, tone: full > 0.95 ? "warn" : "", more: `${plural(engines, "engine")}, ${plural(status.ranks.length, "rank")}`},
     ],
   };
@@ -82,7 +87,7 @@ export function bootstrapModel({status, instances}, rates) {
     for (const [nodeName, node] of Object.entries(instance.nodes)) {
       for (const [to, sent] of Object.entries(node.load.sent_bytes || {})) {
         const key = `${name}/${nodeName} ${to}`;
-        rates.add(key, status.uptime_s - node.silent_s, sent);
+        rates.add(key, status.at - node.silent_s, sent);
         const speed = rates.of(key), link = `${name} ${to}`;
         const former = links.get(link) || {from: name, to, rate: undefined};
         if (speed !== undefined) former.rate = (former.rate || 0) + speed;

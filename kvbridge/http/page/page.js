@@ -48,7 +48,7 @@ function drawHead(fleet) {
   text($("name"), name);
   const title = `${name}${status.ready.ready ? "" : " (not ready)"} · kvbridge`;
   if (document.title !== title) document.title = title;
-  const facts = [fleet ? `directory in ${status.store.kind}` : `${status.role} · ${status.model.name}`, `kvbridge ${status.version}`, `up ${age(status.uptime_s)}`];
+  const facts = [fleet ? `directory in ${status.store.kind}` : `${status.role} · ${status.model.name}`, `kvbridge ${status.version}`, `up ${age(status.at - status.started_at)}`];
   text($("about"), facts.join(" · "));
   const pill = $("readiness"), {ready, reasons} = status.ready;
   pill.hidden = false;

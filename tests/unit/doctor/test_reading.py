@@ -181,7 +181,7 @@ def test_nobody_there_is_told(asking: Asking) -> None:
 def test_the_daemon_itself_is_known_by_role_and_name(
     server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = '{"role": "decode", "instance": "decode-0", "node": "node-0", "uptime_s": 12.3}'
+    page = '{"role": "decode", "instance": "decode-0", "node": "node-0", "started_at": 5.5, "at": 17.8}'
     monkeypatch.setattr(Answers, "pages", {"/status": (200, page)})
     ours = Needs(role="decode", instance="decode-0", node="node-0")
     assert asking.running(server, ours) == "decode-0/node-0, up for 12 s"
