@@ -24,13 +24,13 @@ from kvbridge.core.session.states import RoomState
 
 PREFILL, DECODE, BOOTSTRAP, ROUTER = Role.PREFILL.value, Role.DECODE.value, "bootstrap", "router"
 SENT, RECEIVED = "sent", "received"
-"""The way of bytes, seen from this daemon."""
+"""The direction of bytes, seen from this daemon."""
 NODES = (PREFILL, DECODE)
 EVERYBODY = (*NODES, BOOTSTRAP, ROUTER)
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Buckets for whatever a request waits for."""
+"""Buckets for everything that a request waits for."""
 MAX_LABEL_VALUES = 64
-"""Distinct words that an open label of one metric may show; further ones count as "other"."""
+"""An open label of one metric shows this many distinct words; further ones count as "other"."""
 
 PHASES: Mapping[Role, Mapping[str, str]] = {
     Role.PREFILL: {
@@ -60,7 +60,7 @@ LIMITS = (
     "begin_within_s",
     *(f"timeouts.{name}_s" for name in ("begin", "claim", "handshake", "offer", "pages", "room", "verify")),
 )
-"""Everything that can end a room because nothing happened in time."""
+"""The limits that end a room when nothing happens in time."""
 
 
 class MetricSpec:
@@ -78,7 +78,7 @@ class MetricSpec:
         buckets: tuple[float, ...] = (),
         **values: tuple[str, ...],
     ) -> None:
-        """`values`: all that a label can be, where that is known here; such labels need not be named in `labels`.
+        """`values`: every word of a label, where the words are known here; `labels` may then be empty.
 
         `series`: label values that are shown from the start, where not every combination can occur.
         """
@@ -99,8 +99,6 @@ _ENDINGS = (
     (RoomState.ABORTED.value, "aborted"),
     *((RoomState.FAILED.value, code) for code in ("deadline", "integrity", "peer_failed", "transport_failed")),
 )
-_PAGE_STATES = ("free", "held", "leased", "quarantined", "cached")
-_WAIT_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _UNUSABLE = ("timed_out", "unreachable")
 _STORE_OUTCOMES = {
     "put": ("stored", "full", *_UNUSABLE),
@@ -109,25 +107,24 @@ _STORE_OUTCOMES = {
     "drop": ("dropped", *_UNUSABLE),
     "clear": ("dropped", *_UNUSABLE),
 }
-"""By what a store is asked: how that can end."""
+"""The outcomes of each call to a store."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
 ROUTED_ORDERS = ("none", "paired", "plain", "decode_alone")
-ROUTED_OUTCOMES = ("answered", "refused", "failed", "broken", "over_limit", "client_left")
 _REFUSALS = (CapacityError, NotReadyError, DeadlineError, FingerprintMismatchError, NamespaceError)
 _PAIRING_OUTCOMES = ("paired", *(error.code for error in _REFUSALS))
 
 # What runs.
 BUILD = gauge(
     "kvbridge_build_info",
-    "Always 1; what is running: its name, its model, the versions of what it is built on.",
+    "Always 1. The labels say what runs: name, model, versions of libraries.",
     "version role daemon model fingerprint python torch mooncake nixl",
     on=EVERYBODY,
 )
 READY = gauge("kvbridge_ready", "1 while new rooms can be admitted, or requests routed.", on=EVERYBODY)
 DIRECTORY_REGISTRATION = gauge(
     "kvbridge_directory_registration",
-    "1 for where the node stands with the directory now: it announces itself to none, is registered, refused, replaced by "
-    "another process of its name, or the directory cannot be reached.",
+    "1 for the node's state in the directory: it announces itself to none, is registered, refused, replaced by another "
+    "process of its name, or the directory cannot be reached.",
     state=("none", "registered", "refused", "replaced", "unreachable"),
 )
 
@@ -143,58 +140,58 @@ DIGEST_MISMATCHES = counter(
 )
 SPARSE_ROWS = counter(
     "kvbridge_sparse_rows_total",
-    "Rows of sparse decode, over all layers, as engines tell when they release a room: selected ones that were in the hot "
-    "buffer (hit) or had to be loaded from the host; loaded at admission; new ones that were written to the host.",
+    "Rows of sparse decode over all layers, as engines report when they release a room: selected rows that were in the hot "
+    "buffer (hit) or had to be loaded from the host; rows loaded at admission; new rows that were written to the host.",
     on=(DECODE,),
     outcome=("hit", "loaded", "preloaded", "backed_up"),
 )
 
-# Prefixes that stay, the host tier, the store below.
+# Cached prefixes, the host tier, the store below.
 PREFIX_TOKENS = counter(
     "kvbridge_prefix_tokens_total",
-    "Prompt tokens of rooms with page keys, when they were admitted: cached here (hit), so that decode is not sent their "
-    "growing rows and prefill does not compute them, or not.",
+    "Prompt tokens of rooms with page keys at admission: cached here (hit), so decode is not sent their growing rows and "
+    "prefill does not compute them, or not cached (miss).",
     outcome=("hit", "miss"),
 )
 PREFIX_EVICTED = counter(
     "kvbridge_prefix_evicted_pages_total",
-    "Cached pages of prompts and answers that have gone: others needed the room (space), also of pages that had been retained "
-    "once (retention_ended) or still were (retained); or they were dropped: by an operator, since their bytes had changed "
-    "(integrity), since their rank worker had ended (memory_lost).",
+    "Cached pages of prompts and answers that have gone. Evicted to make room: pages never retained (space), pages whose "
+    "retention had ended (retention_ended), retained pages (retained). Dropped: by an operator, because their bytes had "
+    "changed (integrity), because their rank worker had ended (memory_lost).",
     reason=tuple(reason.value for reason in Evicted),
 )
 TIER_PAGES = gauge(
     "kvbridge_host_tier_pages",
-    "Cached pages of prompts and answers, by where they are: on the device alone, on device and host, on the host alone.",
+    "Cached pages of prompts and answers: on the device alone, on device and host, on the host alone.",
     residency=("device", "both", "host"),
 )
 TIER_COPIES = counter(
     "kvbridge_host_tier_copies_total",
-    "Orders to copy cached pages that have ended, from the device to host memory (backup) or back (load_back): done, or the "
+    "Orders that have ended to copy cached pages from the device to host memory (backup) or back (load_back): done, or the "
     "code of the first cause. A backup that failed leaves the pages on the device as they were.",
     direction=DIRECTIONS,
     outcome=(DONE, DeadlineError.code, TransportError.code, "worker_gone"),
 )
 TIER_COPIED = counter(
-    "kvbridge_host_tier_copied_bytes_total", "Bytes of them, over all ranks of this node.", direction=DIRECTIONS
+    "kvbridge_host_tier_copied_bytes_total", "Bytes copied, over all ranks of this node.", direction=DIRECTIONS
 )
 TIER_COPY_SECONDS = counter(
     "kvbridge_host_tier_copy_seconds_total",
-    "For how long the slowest rank was copying, without its pauses; its rate is the share of the time in which the link to the "
-    "device was in use for this, at most tier.host.backup.link_share for backups.",
+    "How long the slowest rank was copying, without its pauses. The rate is the share of time in which copies used the link "
+    "to the device, for backups at most tier.host.backup.link_share.",
     direction=DIRECTIONS,
 )
 STORE_STATE = gauge(
     "kvbridge_prefix_store_state",
-    "1 for the state of the store below host memory: starting, its process is not ready; closed, it is asked; open, it has "
-    "failed too often and is not asked for a while; half_open, one request tries whether it works again.",
+    "1 for the state of the store below host memory: starting, its process is not ready; closed, requests go to the store; "
+    "open, the store failed too often and gets none for a while; half_open, one request tries whether it works again.",
     state=("starting", "closed", "open", "half_open"),
 )
 STORE_OBJECTS = counter(
     "kvbridge_prefix_store_objects_total",
-    "Objects (pages with all components and layers) that the store was asked to put, get, drop, or whether it has them, by "
-    "how that ended; clear: to drop all of one kind, of this model. A get is a hit only when every byte was compared; absent, "
-    "short, other_key, wrong_digest, other_version, timed_out and unreachable are misses.",
+    "Calls to the store by verb and outcome. An object is a page with all components and layers; clear drops all objects of "
+    "one kind of this model. A get is a hit only when every byte was compared; absent, short, other_key, wrong_digest, "
+    "other_version, timed_out and unreachable are misses.",
     "verb outcome",
     series=tuple((verb, outcome) for verb, outcomes in _STORE_OUTCOMES.items() for outcome in outcomes),
 )
@@ -203,8 +200,8 @@ STORE_BYTES = counter(
 )
 STORE_PREFETCHES = counter(
     "kvbridge_prefix_store_prefetches_total",
-    "Requests whose prompts were looked for in the store: all that there was came (found); tier.prefetch_s was over before, "
-    "whatever had come (late); a part of it came, the rest was missing or bad (part); there was nothing; or a defect, whose "
+    "Requests whose prompts were looked up in the store: every page came that the store had (found); tier.prefetch_s was "
+    "over before (late); some pages came, the rest was missing or bad (part); the store had none (nothing); a defect, whose "
     "traceback is in the log, ended it (failed).",
     outcome=("found", "late", "part", "nothing", "failed"),
 )
@@ -222,8 +219,8 @@ PEER_BUSY = counter(
 )
 PEER_FAILURES = counter(
     "kvbridge_peer_failures_total",
-    "What went wrong with a peer: its rooms that failed, by the code of the first cause; handshakes that were refused, by "
-    "their code; `lost`: it was gone, silent, or restarted; `path_lost`: rooms went on over another transport.",
+    "Failures with a peer: its failed rooms, by the code of the first cause; refused handshakes, by their code; `lost`: the "
+    "peer was gone, silent, or restarted; `path_lost`: rooms went on over another transport.",
     "peer code",
 )
 
@@ -261,7 +258,7 @@ POOL = gauge(
     "kvbridge_pool_pages",
     "Pages of each index space; over all states they sum to the pool.",
     "space state",
-    state=_PAGE_STATES,
+    state=("free", "held", "leased", "quarantined", "cached"),
 )
 AVAILABLE = gauge(
     "kvbridge_pages_available",
@@ -285,14 +282,8 @@ REFUSED = counter(
     "kvbridge_admissions_refused_total",
     "Requests that were not admitted, by stable error code; `wait_timeout` and `queue_full` are kinds of `capacity`.",
     code=(
-        "capacity",
-        "client_limit",
-        "conflict",
-        "invalid_input",
-        "namespace_forbidden",
-        "not_ready",
-        "queue_full",
-        "wait_timeout",
+        *("capacity", "client_limit", "conflict", "invalid_input", "namespace_forbidden", "not_ready"),
+        *("queue_full", "wait_timeout"),
     ),
 )
 MESSAGES_REFUSED = counter(
@@ -304,7 +295,7 @@ WAIT = histogram(
     "kvbridge_admission_wait_seconds",
     "How long requests waited for pages: until admitted, refused, their timeout, or their client left.",
     outcome=("admitted", "refused", "timeout", "left"),
-    buckets=_WAIT_BUCKETS_S,
+    buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
 WAITING = gauge("kvbridge_admission_waiting_requests", "Requests that wait for pages now.")
 STARVED = gauge("kvbridge_admission_starved_seconds", "For how long not even the smallest request fits; 0 if one does.")
@@ -346,15 +337,15 @@ PAIRINGS = counter(
 )
 PAIRING_DURATION = histogram(
     "kvbridge_pairing_duration_seconds",
-    "How long they took, both reservations included.",
+    "How long requests for a pair took, both reservations included.",
     on=(BOOTSTRAP,),
     outcome=_PAIRING_OUTCOMES,
     buckets=PHASE_BUCKETS_S,
 )
 PAIRING_PREFIXES = counter(
     "kvbridge_pairing_prefixes_total",
-    "Requests with page keys that got a pair, by what became of the guess who holds the beginning of the prompt: `right`, "
-    "`stale` (it holds none), `passed_over` (another was so much emptier, or it was full), `none` (there was no guess).",
+    "Requests with page keys that got a pair, by the fate of the guess which instance holds the beginning of the prompt: "
+    "`right`, `stale` (it holds none), `passed_over` (another was so much emptier, or it was full), `none` (no guess).",
     on=(BOOTSTRAP,),
     role=NODES,
     outcome=("right", "stale", "passed_over", "none"),
@@ -375,23 +366,23 @@ STORE_FAILED = counter(
 # The router.
 ROUTED = counter(
     "kvbridge_router_requests_total",
-    "Requests to the router, by how they were sent (`none`: nothing came back) and what became of them: answered, refused by "
-    "a server as the client's mistake, failed before or broken after the first byte, over the limit, or the client left.",
+    "Requests to the router by order (`none`: nothing came back) and outcome: answered, refused by a server as the client's "
+    "mistake, failed before or broken after the first byte, over the limit, or the client left.",
     on=(ROUTER,),
     order=ROUTED_ORDERS,
-    outcome=ROUTED_OUTCOMES,
+    outcome=("answered", "refused", "failed", "broken", "over_limit", "client_left"),
 )
 FIRST_BYTE = histogram(
     "kvbridge_router_first_byte_seconds",
-    "From a request to the first byte of its answer, all that was tried included.",
+    "From a request to the first byte of its answer, failed attempts included.",
     on=(ROUTER,),
     order=ROUTED_ORDERS[1:],
     buckets=(*PHASE_BUCKETS_S, 60.0, 120.0, 300.0),
 )
 ATTEMPTS_FAILED = counter(
     "kvbridge_router_attempts_failed_total",
-    "Attempts before the first byte that failed at a server: no connection, a status of 500 or more, an answer that broke, "
-    "ill health while it was waited for, other addresses than the router knew.",
+    "Attempts that failed at a server before the first byte: no connection, a status of 500 or more, an answer that broke, "
+    "ill health during the wait, other addresses than the router knew.",
     on=(ROUTER,),
     role=NODES,
     reason=("broken", "busy", "connect", "health", "moved", "status"),
@@ -413,32 +404,24 @@ HTTP_REQUESTS = counter(
 )
 HTTP_DURATION = histogram(
     "kvbridge_http_request_duration_seconds",
-    "How long they took, until the last byte of the answer; those that wait for something wait.",
+    "How long HTTP requests took, until the last byte of the answer, waits for rooms and pages included.",
     "route method",
     on=EVERYBODY,
     buckets=(*PHASE_BUCKETS_S, 60.0),
 )
 LINES_LEFT_OUT = counter(
     "kvbridge_log_lines_left_out_total",
-    "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
+    "Log lines that were not written because there were too many of their kind; a line `lines_left_out` counts them too.",
     on=EVERYBODY,
     event=(
-        "attempt_failed",
-        "connection_refused",
-        "frame_refused",
-        "library_output",
-        "pages_not_copied",
-        "prefix_not_kept",
-        "request_failed",
-        "request_refused_unread",
-        "room_ended",
-        "room_message_refused",
+        *("attempt_failed", "connection_refused", "frame_refused", "library_output", "pages_not_copied"),
+        *("prefix_not_kept", "request_failed", "request_refused_unread", "room_ended", "room_message_refused"),
     ),
 )
 SPANS = counter(
     "kvbridge_trace_spans_total",
-    "Spans of traces (telemetry.traces): taken by the collector, lost because it did not take them, or dropped because too "
-    "many waited for it.",
+    "Spans of traces (telemetry.traces): exported to the collector, lost because it did not take them (failed), or dropped "
+    "because too many waited.",
     on=EVERYBODY,
     outcome=("exported", "failed", "dropped"),
 )

@@ -41,13 +41,13 @@ log = structlog.get_logger(__name__)
 
 KNOWN_NAMES = 1_024
 UNKNOWN = "unknown"
-"""A peer that has never been accepted, or the transport of an older peer."""
+"""The name of a peer that was never accepted, and of the transport of an older peer."""
 WHOLE = "admit_to_claim"
 """The phase that has a metric of its own."""
 
 
 class PeerNames:
-    """The names of incarnations of peers, from their handshakes. A reader of facts, to be added before its users."""
+    """A reader of facts that keeps the names of peers' incarnations. It is added to the stream before its users."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -72,7 +72,7 @@ class MetricsReader:
         self._names = names
         self._registered: dict[Rank, float] = {}
         self._under_way: dict[int, BusyTime] = {}
-        """By order, where its time is counted."""
+        """By order, the busy time to which the order adds."""
         count = metrics.count
         self.table: Reader = {
             RoomEntered: self._room,
@@ -124,8 +124,8 @@ class MetricsReader:
             busy.add(now_s - began_ago_s, now_s - ended_ago_s)
 
     def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
-        self._metrics.count(m.PREFIX_TOKENS, "hit", by=fact.hit_tokens)
-        self._metrics.count(m.PREFIX_TOKENS, "miss", by=fact.miss_tokens)
+        for outcome, tokens in (("hit", fact.hit_tokens), ("miss", fact.miss_tokens)):
+            self._metrics.count(m.PREFIX_TOKENS, outcome, by=tokens)
 
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():
@@ -154,15 +154,15 @@ class MetricsReader:
 
 
 class LogReader:
-    """Writes a line for each fact that declares one, and for rooms that ended and copies that failed.
+    """Writes a line for each fact that declares one, for each room that ended and for each copy that failed.
 
-    Unauthenticated callers can cause some lines, and many rooms others: `seldom` limits their number.
+    Unauthenticated callers can cause some of these lines, and many rooms others: `seldom` limits their number.
     """
 
     def __init__(self, names: PeerNames, seldom: Seldom) -> None:
         self._names = names
         self._seldom = seldom
-        # A module's logger is made anew for each line, also for one that is not written; a room has many.
+        # A module's logger is made anew for each line, also for a line that is not written; a room has many.
         self._rooms = log.bind()
         lines = dict.fromkeys((kind for kind in Fact.kinds if kind.line), self._line)
         self.table: Reader = {**lines, RoomEntered: self._room, CopyEnded: self._copy}
@@ -216,7 +216,7 @@ class LogReader:
 
 
 def _shown(value: object) -> object:
-    """Return a fact's value as a line has it: ranks and components by their names."""
+    """Return a fact's value as a line shows it: ranks and components by their names."""
     if isinstance(value, Rank):
         return str(value)
     if isinstance(value, Mapping):

@@ -27,7 +27,7 @@ RECENT_PEERS = 256
 KEPT_ENDED: Mapping[RoomState, int] = {RoomState.COMPLETED: 500, RoomState.ABORTED: 250, RoomState.FAILED: 250}
 """Rooms that are kept after their end, by how they ended; the oldest are forgotten first."""
 MAX_FACTS_OF_KIND = 64
-"""A room keeps this many facts of a kind, the first ones: a peer can repeat messages that are refused, and each is a fact."""
+"""A room keeps the first facts of each kind, up to this number: a peer can repeat refused messages, and each is a fact."""
 
 RoomKey = tuple[int, int]
 """(room, generation)."""
@@ -92,7 +92,7 @@ class Timeline:
 
 
 class Recent:
-    """A reader of facts that keeps the recent past. Used from the event loop's thread only; everything is bounded.
+    """A reader of facts that keeps the recent past, all of it bounded. Used from the event loop's thread only.
 
     A failed room is kept longer than a completed one, which nobody asks about.
     """
@@ -101,7 +101,7 @@ class Recent:
         self.problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
         """The last problems, the oldest first."""
         self.traffic: dict[str, PeerTraffic] = {}
-        """By the peer's incarnation, the one without news for the longest time first."""
+        """By the peer's incarnation, the peer without news for the longest time first."""
         self.hit_tokens, self.miss_tokens, self.host_tokens = 0, 0, 0
         """Tokens of prompts with page keys at admission: cached, not cached, and cached in host memory alone."""
         self.copies = {direction: CopySums() for direction in DIRECTIONS}
@@ -119,8 +119,6 @@ class Recent:
             CopyEnded: self._copied,
             RequestAnswered: self._answered,
         }
-
-    # ------------------------------------------------------------------ rooms
 
     def of(self, room: int, generation: int | None = None) -> tuple[int, Timeline] | None:
         """Return the generation and the timeline of one attempt, by default the newest; None when it is not kept."""
@@ -143,25 +141,19 @@ class Recent:
         if isinstance(fact, RoomEntered):
             if timeline is None:
                 timeline = self._timelines[key] = Timeline(now_s, now_s, fact, now_s)
-            self._enter(key, timeline, now_s, fact)
+            self._of_state[timeline.entered.state].pop(key, None)
+            timeline.entered, timeline.entered_s = fact, now_s
+            timeline.peer = fact.peer or timeline.peer
+            rooms = self._of_state[fact.state]
+            rooms[key] = timeline
+            if fact.state.final:
+                self._end(fact, rooms)
         if timeline is not None:
             timeline.counts[type(fact)] += 1
             if timeline.counts[type(fact)] <= MAX_FACTS_OF_KIND:
                 timeline.facts.append((now_s, fact))
 
-    def _enter(self, key: RoomKey, timeline: Timeline, now_s: float, fact: RoomEntered) -> None:
-        self._of_state[timeline.entered.state].pop(key, None)
-        timeline.entered, timeline.entered_s = fact, now_s
-        timeline.peer = fact.peer or timeline.peer
-        if fact.state.final:
-            self._end(fact)
-        rooms = self._of_state[fact.state]
-        rooms[key] = timeline
-        if len(rooms) > KEPT_ENDED.get(fact.state, len(rooms)):
-            oldest = next(iter(rooms))
-            del rooms[oldest], self._timelines[oldest]
-
-    def _end(self, fact: RoomEntered) -> None:
+    def _end(self, fact: RoomEntered, rooms: dict[RoomKey, Timeline]) -> None:
         self.ended[fact.state] += 1
         if fact.code:
             self.problems.append(Problem(moment(), f"room {fact.state.value}", str(fact.room), fact.reason))
@@ -169,13 +161,14 @@ class Recent:
             peer = self._peer(fact.peer)
             peer.rooms_failed += bool(fact.code)
             peer.rooms_completed += not fact.code
+        if len(rooms) > KEPT_ENDED[fact.state]:
+            oldest = next(iter(rooms))
+            del rooms[oldest], self._timelines[oldest]
 
     def _answered(self, now_s: float, fact: RequestAnswered) -> None:
         timeline = self._timelines.get((fact.room, fact.generation))
         if timeline is not None and not fact.code:
             timeline.asked_s = min(timeline.asked_s, now_s - fact.seconds)
-
-    # ------------------------------------------------------------------ sums
 
     def _matched(self, _now_s: float, fact: PrefixMatched) -> None:
         self.hit_tokens += fact.hit_tokens

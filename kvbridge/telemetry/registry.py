@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, chain, product
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -49,7 +50,7 @@ LIBRARIES = (
     ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13"),
     ("nixl", "nixl-cu12", "nixl-cu13"),
 )
-"""Their packages, each of which has several names."""
+"""Libraries whose versions are shown, each with the names of its packages."""
 KEPT_INTERVALS = 1_024
 """`BusyTime.add` keeps this many intervals apart; it does not count intervals from before the oldest one."""
 Labels = tuple[str, ...]
@@ -57,9 +58,9 @@ LabelsT = TypeVar("LabelsT", bound=Labels)
 
 
 class BusyTime:
-    """The length of the union of overlapping time intervals. Times are the caller's clock.
+    """The length of the union of overlapping time intervals. The caller's clock tells the times.
 
-    Either `begin` and `end` come in pairs as things happen, or `add` takes intervals that are over, in any order.
+    The caller either calls `begin` and `end` in pairs as things happen, or `add` for intervals that are over, in any order.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class BusyTime:
         """Something was under way from `begin_s` to `end_s`."""
         begins_s, ends_s = self._begins_s, self._ends_s
         begin_s = max(begin_s, self._horizon_s)
-        first, last = bisect_left(ends_s, begin_s), bisect_right(begins_s, end_s)  # those that it touches
+        first, last = bisect_left(ends_s, begin_s), bisect_right(begins_s, end_s)  # the intervals that it touches
         touched_s = sum(ends_s[first:last]) - sum(begins_s[first:last]) if first < last else 0.0
         if first < last:
             begin_s, end_s = min(begin_s, begins_s[first]), max(end_s, ends_s[last - 1])
@@ -131,16 +132,6 @@ class _Distribution:
         family.add_metric(labels, buckets, self._sum)
 
 
-class _One(CollectorRegistry):
-    """A registry of one metric that has been collected."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._family
-
-
 class Metrics:
     """The metrics of one daemon, in a registry of its own."""
 
@@ -156,24 +147,24 @@ class Metrics:
         self._distributions: dict[MetricSpec, dict[Labels, _Distribution]] = {}
         self._words: dict[tuple[MetricSpec, str], set[str]] = {}
         self._closed: dict[MetricSpec, tuple[Labels, ...]] = {}
-        for spec in METRICS:
-            if role in spec.roles:
-                self._open(spec, {**(values or {}), **spec.values})
+        for spec in (spec for spec in METRICS if role in spec.roles):
+            known, closed = {**(values or {}), **spec.values}, spec.series
+            if not closed and all(label in known for label in spec.labels):
+                closed = tuple(product(*(known[label] for label in spec.labels)))
+            self._closed[spec] = closed
+            self._open(spec)
+            if spec.kind == HISTOGRAM:
+                self._distributions[spec] = {labels: _Distribution(spec.buckets) for labels in closed}
         self.registry.register(self)
 
-    def _open(self, spec: MetricSpec, values: Mapping[str, Sequence[str]]) -> None:
-        closed = spec.series
-        if not closed and all(label in values for label in spec.labels):
-            closed = tuple(product(*(values[label] for label in spec.labels)))
-        self._closed[spec] = closed
-        if spec.kind == HISTOGRAM:
-            self._distributions[spec] = {labels: _Distribution(spec.buckets) for labels in closed}
-        else:
-            self._values[spec] = dict.fromkeys(closed, 0.0)
+    def _open(self, spec: MetricSpec) -> dict[Labels, float]:
+        """Begin with the series of closed labels alone, each 0."""
+        closed = self._closed[spec]
         for place, label in enumerate(spec.labels):
             self._words[spec, label] = {labels[place] for labels in closed}
-
-    # ------------------------------------------------------------------ what others tell
+        if spec.kind != HISTOGRAM:
+            self._values[spec] = dict.fromkeys(closed, 0.0)
+        return self._values.get(spec, {})
 
     def count(self, metric: MetricSpec, *labels: str, by: float = 1) -> None:
         """Add to a counter."""
@@ -186,19 +177,17 @@ class Metrics:
         self._values[metric][self._bounded(metric, labels)] = float(value)
 
     def replace(self, metric: MetricSpec, values: Mapping[LabelsT, float]) -> None:
-        """Set a gauge for everything that it is about now, the larger value where two count as "other".
+        """Set all series of a gauge, to the larger value where two count as "other".
 
-        What is left out is 0 when its labels are of closed sets, else not shown any more.
+        A series that `values` lacks becomes 0 when its labels are of closed sets; else it is not shown any more.
         """
-        series = self._values[metric] = dict.fromkeys(self._closed[metric], 0.0)
-        for place, label in enumerate(metric.labels):
-            self._words[metric, label] = {labels[place] for labels in series}
+        series = self._open(metric)
         for labels, value in values.items():
             key = self._bounded(metric, labels)
             series[key] = max(series.get(key, 0.0), value)
 
     def observe(self, metric: MetricSpec, size: float, *labels: str, trace_id: str = "") -> None:
-        """Add an observation to a histogram, with the trace that it belongs to, if not the present one."""
+        """Add an observation to a histogram, as a part of this trace or, by default, of the present one."""
         series = self._distributions[metric]
         found = series.get(labels)
         if found is None:
@@ -213,7 +202,7 @@ class Metrics:
         self.count(PEER_TRANSFERRED, peer, direction, transport, by=moved)
 
     def busy(self, direction: str, transport: str, peer: str) -> BusyTime:
-        """Return where the time of transfers with a peer is kept."""
+        """Return the busy time of transfers with a peer."""
         labels = peer, direction, transport
         return self._busy.get(labels) or self._busy.setdefault(self._bounded(PEER_BUSY, labels), BusyTime())
 
@@ -230,46 +219,42 @@ class Metrics:
         self.observe(HTTP_DURATION, seconds, route, method)
 
     def line_left_out(self, event: str) -> None:
-        """Count a line that the log does not have."""
+        """Count a line that was not written to the log."""
         self.count(LINES_LEFT_OUT, event)
 
     def built(self, role: str, name: str, model: str = "", fingerprint: str = "") -> None:
-        """Say what is running, and which versions of its libraries."""
+        """Tell what runs, with the versions of its libraries."""
         libraries = (next(filter(None, map(_version, names)), "") for names in LIBRARIES)
         self.assign(BUILD, 1, __version__, role, name, model, fingerprint, platform.python_version(), *libraries)
 
     def _bounded(self, metric: MetricSpec, labels: Labels) -> Labels:
-        """Words of labels may come from outside, peers even choose some: only so many of them are shown."""
-        return tuple(
-            word if self._admits(self._words[metric, label], word) else OTHER
-            for label, word in zip(metric.labels, labels, strict=True)
-        )
-
-    @staticmethod
-    def _admits(words: set[str], word: str) -> bool:
-        if word not in words and len(words) >= MAX_LABEL_VALUES:
-            return False
-        words.add(word)
-        return True
-
-    # ------------------------------------------------------------------ what Prometheus sees
+        """Bound the words of labels: words may come from outside, and peers even choose some."""
+        shown = []
+        for label, word in zip(metric.labels, labels, strict=True):
+            words = self._words[metric, label]
+            if word in words or len(words) < MAX_LABEL_VALUES:
+                words.add(word)
+                shown.append(word)
+            else:
+                shown.append(OTHER)
+        return tuple(shown)
 
     def render(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Return the scrape's body, a piece for each metric, and its content type, in the form that the Accept header asks for.
 
-        A body takes some milliseconds: between two pieces the caller can let others have their turn. Exemplars are in
-        OpenMetrics only.
+        A body takes some milliseconds: the caller can let others run between two pieces. Only OpenMetrics has exemplars.
         """
         encode, content_type = choose_encoder(accept)
         if content_type.startswith("application/openmetrics-text"):
             # All of our names are plain, so no way of escaping changes them; the others look at each letter of each name.
             encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # all encoders of OpenMetrics have it
         nothing = encode(CollectorRegistry())  # what ends a page of OpenMetrics
-        pieces = (encode(_One(family)).removesuffix(nothing) for family in self.registry.collect())
+        families = (SimpleNamespace(collect=lambda family=family: [family]) for family in self.registry.collect())
+        pieces = (encode(cast("CollectorRegistry", family)).removesuffix(nothing) for family in families)
         return chain(pieces, [nothing]), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Give Prometheus's library every family; the form in which it asks a collector."""
+        """Yield every family. Prometheus's library calls this."""
         now_s = self._clock()
         for labels, busy in self._busy.items():
             self._values[PEER_BUSY][labels] = busy.total_s(now_s)

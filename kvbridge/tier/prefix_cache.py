@@ -423,8 +423,7 @@ class PrefixCache:
         return Residency.of(self.index)
 
     def check_integrity(self) -> None:
-        """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
-        self._book.check_integrity()
+        """Count the index again, and compare it with the book and with the readers. Raises IntegrityError."""
         self.index.check_integrity()
         cached, known = self._book.cached_pages(), self.index.all_pages()
         for space in cached.keys() | known.keys():

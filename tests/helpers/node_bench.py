@@ -51,6 +51,7 @@ from kvbridge.telemetry.logs import Seldom
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
@@ -147,7 +148,7 @@ class NodeBench:
         for space, counts in self.book.counts().items():
             assert {state for state, count in counts.items() if count} <= {PageState.FREE, PageState.CACHED}, space
         assert not self.service.book.in_use
-        self.book.check_integrity()
+        check_book(self.book)
         if self.prefixes is not None:
             assert not self.prefixes.readers
             self.prefixes.check_integrity()

@@ -15,6 +15,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
 from kvbridge.tier.retention import Claim
+from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
@@ -54,6 +55,7 @@ class PrefixBench:
     def end(self, owner: Owner) -> None:
         self.cache.let_go(owner)
         self.book.free(owner)
+        check_book(self.book)
         self.cache.check_integrity()
 
     def warm(self, name: str, pages: int, claim: Claim | None = None, *, checkpoint: bool = False) -> None:
@@ -77,6 +79,7 @@ class PrefixBench:
 
     def back_up(self, name: str, pages: int) -> int:
         done = self.copies.end_backup(self.start(name, pages), done=True)
+        check_book(self.book)
         self.cache.check_integrity()
         return done
 
@@ -93,4 +96,5 @@ class PrefixBench:
         owner = self.new_owner()
         self.book.reserve(owner, {FULL: pages, SWA: windows})
         self.book.free(owner)
+        check_book(self.book)
         self.cache.check_integrity()

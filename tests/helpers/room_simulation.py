@@ -26,6 +26,7 @@ from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
@@ -373,8 +374,8 @@ class World(SimulatedCalls):
 
     def check(self) -> None:
         prefill = self.prefill
-        prefill.book.check_integrity()
-        self.book.check_integrity()
+        check_book(prefill.book)
+        check_book(self.book)
         prefill.pool.check()
         self.pool.check()
         self._check_cached(prefill.prefixes, prefill.memory)

@@ -24,6 +24,7 @@ from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.accounts import check_book
 from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
 
@@ -699,6 +700,7 @@ class CopyMachine(RuleBasedStateMachine):
     def adds_up(self):
         if not hasattr(self, "book"):
             return
+        check_book(self.book)
         self.cache.check_integrity()
         for entry in self.entries:
             if not entry.dropped:

@@ -12,6 +12,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.allocator import RunAllocator
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
+from tests.helpers.accounts import check_allocator, check_book
 from tests.helpers.examples import fewer
 
 OWNED = {IndexSpace.FULL: 12, IndexSpace.HOST: 9}
@@ -190,7 +191,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @invariant()
     def conserved(self):
-        self.book.check_integrity()
+        check_book(self.book)
         for space, counts in self.book.counts().items():
             assert sum(counts.values()) == TOTAL[space]
             cached = self.cache.pages[space] if space in OWNED else self.read_and_not_written()
@@ -319,7 +320,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees_with_the_set(self):
-        self.allocator.check_integrity()
+        check_allocator(self.allocator)
         assert self.allocator.free == len(self.free)
         assert len(self.allocator._length_at_start) == len(run_lengths(self.free))
         assert self.allocator.largest_run == max(run_lengths(self.free), default=0)

@@ -1,9 +1,9 @@
-"""The free page ids of one index space, given out in as few and as long runs as the pool still has.
+"""The account of an index space from which this node allocates: free pages, given out in as few and as long runs as possible.
 
-Every operation that moves bytes costs the same whether it is short or long, so consecutive pages are worth more than any other
-property of an allocation. `take` first looks for the shortest free run that holds everything; where there is none, it uses up the
-longest runs until the shortest run that holds the rest finishes the job. No other choice gives fewer runs. Pages that need not lie
-together come from the shortest runs, and leave the long ones to others.
+An operation that moves bytes costs the same whether it is short or long, so consecutive pages are worth more than any other
+property of an allocation. `take` looks for the shortest free run that holds everything; where there is none, it uses up the longest
+runs until the shortest run that holds the rest finishes the job. No other choice gives fewer runs. Pages that need not lie together
+come from the shortest runs, and leave the long runs to others.
 
 Free runs are filed by their length. `n` pages have fewer than `sqrt(2 n)` distinct lengths (447 for 100,000 pages), so the sorted
 list of lengths stays short however fragmented the pool is, and a run is found, cut or joined in a few microseconds.
@@ -21,10 +21,9 @@ from kvbridge.core.ids import PageIdArray
 
 
 class RunAllocator:
-    """Page ids [0, page_count) of one index space.
+    """Page ids [0, page_count) of one index space. A page that is not free belongs to an owner or is cached. Not thread-safe."""
 
-    Not thread-safe: it belongs to the one thread that decides.
-    """
+    what = "a space that this node allocates from"
 
     def __init__(self, page_count: int, *, name: str = "pages") -> None:
         if page_count < 1 or page_count > np.iinfo(np.int32).max:
@@ -32,6 +31,9 @@ class RunAllocator:
         self.name = name
         self.page_count = page_count
         self._is_free = np.ones(page_count, dtype=np.bool_)
+        self._is_cached = np.zeros(page_count, dtype=np.bool_)
+        self.cached = 0
+        """Pages that have no owner and are not free."""
         self._free = 0
         self._length_at_start: dict[int, int] = {}
         self._length_at_stop: dict[int, int] = {}
@@ -47,15 +49,14 @@ class RunAllocator:
 
     @property
     def largest_run(self) -> int:
-        """Length of the longest run of consecutive free pages; 0 when nothing is free."""
+        """Length of the longest run of consecutive free pages; 0 when no page is free."""
         return self._lengths[-1] if self._lengths else 0
 
     def take(self, count: int, *, after: int | None = None, scattered: int = 0) -> PageIdArray:
         """Give out `count` pages, all or nothing: int32 ids, ascending, in the fewest runs possible.
 
-        With `after`, the pages that directly follow page `after` come first (if they are free), so that a growing owner
-        goes on with the run it has. The last `scattered` of the pages, ascending among themselves, come from the shortest
-        runs. Raises CapacityError when fewer are free; nothing is kept then.
+        With `after`, free pages that directly follow page `after` come first, so a growing owner continues its run. The last
+        `scattered` of the pages, ascending among themselves, come from the shortest runs. Raises CapacityError when fewer are free.
         """
         if not 0 <= scattered <= count:
             raise InvalidInputError(f"{self.name}: cannot take {count} pages, {scattered} of them scattered")
@@ -92,8 +93,8 @@ class RunAllocator:
     def give(self, ids: npt.ArrayLike) -> None:
         """Take pages back, all or nothing. `ids` are distinct pages that are out, in any order.
 
-        Raises PageOutOfBoundsError for an id that the space does not have and IntegrityError for a page that is not
-        out (given twice): both mean that somebody's books are wrong, so nothing is changed.
+        Raises PageOutOfBoundsError for an id that the space does not have and IntegrityError for a page that is not out (given
+        twice). Both mean that somebody's books are wrong, and change nothing.
         """
         pages = np.sort(np.asarray(ids, dtype=np.int64), axis=None)
         if not len(pages):
@@ -108,36 +109,39 @@ class RunAllocator:
             if len(wrong):
                 raise IntegrityError(f"{self.name}: pages given back that are {why}: {_abbreviated(wrong)}")
         self._is_free[pages] = True
-        for start, stop in _runs(pages):
+        for start, stop in runs_of(pages):
             self._join(start, stop)
 
-    def check_integrity(self) -> None:
-        """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
-        expected = {start: stop - start for start, stop in _runs(np.flatnonzero(self._is_free))}
-        filed = {start: length for length, starts in self._starts_of_length.items() for start in starts}
-        facts = {
-            "runs by start": self._length_at_start == expected,
-            "runs by stop": self._length_at_stop == {start + length: length for start, length in expected.items()},
-            "runs by length": filed == expected and all(self._starts_of_length.values()),
-            "places": self._place_of_start
-            == {start: place for starts in self._starts_of_length.values() for place, start in enumerate(starts)},
-            "sorted lengths": self._lengths == sorted(self._starts_of_length),
-            "free count": self._free == sum(expected.values()),
-        }
-        for fact, holds in facts.items():
-            if not holds:
-                raise IntegrityError(f"{self.name}: {fact} do not match the map of free pages in {self!r}")
+    def keep(self, ids: PageIdArray) -> None:
+        """Note that these pages, which an owner had until now, are cached."""
+        self._is_cached[ids] = True
+        self.cached += len(ids)
+
+    def drop(self, ids: PageIdArray) -> None:
+        """Make cached pages free, all or nothing. Raises IntegrityError for a page that is not cached, or is named twice."""
+        outside = (ids < 0) | (ids >= self.page_count)
+        if outside.any() or len(np.unique(ids)) != len(ids) or not self._is_cached[ids].all():
+            raise IntegrityError(
+                f"space '{self.name}': pages leave the cache that are not cached, or are named twice: {ids.tolist()}"
+            )
+        self._is_cached[ids] = False
+        self.cached -= len(ids)
+        self.give(ids)
+
+    def cached_ids(self) -> PageIdArray:
+        """Return all cached pages."""
+        return np.flatnonzero(self._is_cached).astype(np.int32)
 
     def __repr__(self) -> str:
         return f"<pages {self.name}: {self._free} of {self.page_count} free, longest run {self.largest_run}>"
 
     def _best_start(self, count: int) -> int:
-        """Where to cut next: the shortest run that holds `count` pages, else the longest there is."""
+        """Return the start of the shortest run that holds `count` pages, else of the longest run."""
         place = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
         return self._starts_of_length[self._lengths[place]][-1]
 
     def _cut(self, start: int, count: int, starts: list[int], lengths: list[int]) -> int:
-        """Take up to `count` pages from the front of the free run at `start`; note them down and return how many."""
+        """Take up to `count` pages from the front of the free run at `start`; append the piece and return its length."""
         length = self._remove_run(start)
         used = min(count, length)
         if used < length:
@@ -147,7 +151,7 @@ class RunAllocator:
         return used
 
     def _join(self, start: int, stop: int) -> None:
-        """File the pages [start, stop) as free, in one run with the free runs on either side."""
+        """Add the free run [start, stop), joined with the free runs on both sides."""
         if before := self._length_at_stop.get(start):
             start -= before
             self._remove_run(start)
@@ -172,7 +176,7 @@ class RunAllocator:
         starts = self._starts_of_length[length]
         place = self._place_of_start.pop(start)
         last = starts.pop()
-        if last != start:  # fill the hole, so that leaving a file costs the same however long it is
+        if last != start:  # the last fills the hole, so a removal costs the same however long the list is
             starts[place] = last
             self._place_of_start[last] = place
         if not starts:
@@ -182,7 +186,7 @@ class RunAllocator:
         return length
 
 
-def _runs(ascending: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+def runs_of(ascending: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """Cut ascending distinct ids into runs [start, stop) of consecutive ones."""
     if not len(ascending):
         return []
@@ -196,7 +200,6 @@ def _runs(ascending: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
 
 
 def _expand(starts: list[int], lengths: list[int]) -> PageIdArray:
-    """All ids of the runs, in ascending order."""
     if len(starts) == 1:  # what most rooms have
         return np.arange(starts[0], starts[0] + lengths[0], dtype=np.int32)
     order = np.argsort(np.asarray(starts, dtype=np.int64))

@@ -22,18 +22,18 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
+from kvbridge.pool.accounts.allocator import RunAllocator
 from kvbridge.pool.accounts.pages import (
     TRANSITIONS,
     AdoptedSpace,
     Counts,
-    OwnedSpace,
     Owner,
     PageCache,
     PageState,
     PageWatcher,
 )
 
-SpaceT = TypeVar("SpaceT", OwnedSpace, AdoptedSpace)
+SpaceT = TypeVar("SpaceT", RunAllocator, AdoptedSpace)
 _F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
 
 
@@ -61,8 +61,8 @@ class PageBook:
         both = owned.keys() & (adopted or {}).keys()
         if both:
             raise InvalidInputError(f"spaces {sorted(both)} cannot be both owned and adopted")
-        self._spaces: dict[IndexSpace, OwnedSpace | AdoptedSpace] = {
-            space: OwnedSpace(space, count) for space, count in owned.items()
+        self._spaces: dict[IndexSpace, RunAllocator | AdoptedSpace] = {
+            space: RunAllocator(count, name=str(space)) for space, count in owned.items()
         }
         self._spaces |= {space: AdoptedSpace(space, count) for space, count in (adopted or {}).items()}
         if not self._spaces:
@@ -174,7 +174,7 @@ class PageBook:
             raise ConflictError(f"{owner}: {holding.state} pages cannot be cached, a transfer may still touch them")
         left = {}
         for space, ids in pages.items():
-            self._space(space, OwnedSpace)
+            self._space(space, RunAllocator)
             had = holding.pages.get(space, ids[:0])
             left[space] = had[np.isin(had, ids, invert=True)]
             if len(left[space]) + len(ids) != len(had):
@@ -184,12 +184,12 @@ class PageBook:
         for space, ids in pages.items():
             holding.pages[space] = _read_only(left[space])
             self._in_state[space][_H] -= len(ids)
-            self._space(space, OwnedSpace).keep(ids)
+            self._space(space, RunAllocator).keep(ids)
 
     def uncache(self, pages: Mapping[IndexSpace, PageIdArray]) -> None:
         """Make cached pages free: the page cache has forgotten them. Raises IntegrityError for pages that are not cached."""
         for space, ids in pages.items():
-            self._space(space, OwnedSpace).drop(ids)
+            self._space(space, RunAllocator).drop(ids)
 
     def became_available(self, pages: Counts) -> None:
         """Tell watchers that so many pages, which had readers until now, can be evicted or are free."""
@@ -286,11 +286,11 @@ class PageBook:
 
     def cached_pages(self) -> Pages:
         """Return every cached page of the owned spaces."""
-        return {space: self._space(space, OwnedSpace).cached_ids() for space in self.owned_spaces()}
+        return {space: self._space(space, RunAllocator).cached_ids() for space in self.owned_spaces()}
 
     def owned_spaces(self) -> tuple[IndexSpace, ...]:
         """Return the spaces that this node allocates from."""
-        return tuple(space for space, account in self._spaces.items() if isinstance(account, OwnedSpace))
+        return tuple(space for space, account in self._spaces.items() if isinstance(account, RunAllocator))
 
     def require_possible(self, demand: Counts, *, of: object = "the request") -> None:
         """Raise InvalidInputError when `of` asks for more pages than there would be if all were free."""
@@ -314,24 +314,6 @@ class PageBook:
             for space, ids in self._of(owner).pages.items():
                 found[space] += len(ids)
         return found
-
-    def check_integrity(self) -> None:
-        """Recount everything from the owners' pages. Raises IntegrityError: lost pages, two owners, wrong counts.
-
-        free + held + leased + quarantined + cached is every page of a space once.
-        """
-        for owner, holding in self._holdings.items():
-            if (holding.state is _Q) != bool(holding.reasons):
-                raise IntegrityError(f"{owner}: is {holding.state} with reasons {sorted(holding.reasons)}")
-        recount = self._count(self._holdings.values())
-        if recount != self._in_state:
-            raise IntegrityError(f"pages by state are {recount} when counted again, and {self._in_state} in the book")
-        for space, account in self._spaces.items():
-            owned = [holding.pages[space] for holding in self._holdings.values() if space in holding.pages]
-            shared = [holding.shared[space] for holding in self._holdings.values() if space in holding.shared]
-            account.check_owners(owned, shared)
-            if sum(self.counts()[space].values()) != account.page_count:
-                raise IntegrityError(f"space '{space}': {self.counts()[space]} are not its {account.page_count} pages")
 
     def __repr__(self) -> str:
         lines = (
@@ -385,7 +367,7 @@ class PageBook:
 
     def _take(self, owner: Owner, demand: Counts, having: Pages, scattered: Counts) -> Pages:
         """Take from every space or, when one lacks pages, from none."""
-        accounts = {space: self._space(space, OwnedSpace) for space in demand}
+        accounts = {space: self._space(space, RunAllocator) for space in demand}
         for space, count in demand.items():
             if count < 0:
                 raise InvalidInputError(f"{owner}: cannot ask for {count} pages of '{space}'")

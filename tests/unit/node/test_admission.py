@@ -29,6 +29,7 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
+from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
@@ -145,7 +146,7 @@ async def made():
             task.cancel()
         await asyncio.gather(*bench.tasks, return_exceptions=True)
         assert bench.admission.waiting == 0
-        bench.book.check_integrity()
+        check_book(bench.book)
 
 
 # ------------------------------------------------------------------------------------------- waiting

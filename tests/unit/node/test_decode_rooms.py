@@ -25,6 +25,7 @@ from kvbridge.node.decode import writers
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.facts import RoomRerouted
+from tests.helpers.accounts import check_book
 from tests.helpers.node_bench import DecodeBench, offered
 from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PAGE, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
 
@@ -299,7 +300,7 @@ def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased
         bench.verbs.provide(3, pages_table(4, 7))
     counts = bench.book.counts()[IndexSpace.FULL]
     assert (counts[PageState.LEASED], counts[PageState.CACHED]) == (2, 1)
-    bench.book.check_integrity()
+    check_book(bench.book)
 
 
 def test_what_lies_in_the_nodes_host_pool_has_no_prefix():

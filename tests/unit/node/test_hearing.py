@@ -30,6 +30,7 @@ from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, S
 from kvbridge.node.decode.room import speaker_of as decode_speaker
 from kvbridge.node.prefill.room import speaker_of as prefill_speaker
 from kvbridge.pool.accounts.pages import Owner
+from tests.helpers.accounts import check_book
 from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import ADDRESS, DECODE, OTHER_ADDRESS, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
 
@@ -180,7 +181,7 @@ def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, befo
             assert room is not None
             assert room.state in targets(DECODE_TABLE, state)
             assert bench.events.refusals.total() == refused
-        bench.book.check_integrity()
+        check_book(bench.book)
 
 
 def test_no_word_of_a_writer_before_the_offer_counts_after_it():
@@ -305,7 +306,7 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
             assert room.state is state
             proof = [] if isinstance(message, Intend) else [Drained]  # an offer may follow an intent, and be taken
             assert [type(said) for said in bench.told(object, who)][-1 - len(proof) :] == [Failed, *proof]
-        bench.book.check_integrity()
+        check_book(bench.book)
 
 
 # ------------------------------------------------------------------------------------------- engines
@@ -347,4 +348,4 @@ def test_a_call_of_an_engine_that_is_refused_changes_nothing(state):
             room = bench.room()
             lets_go = name == "finish of engine" and (room.over or room.stopping)  # all the same, and it says so
             assert seen(bench, OWNER) == looked or lets_go, f"{name} was refused and has changed a room that is {state}"
-        bench.book.check_integrity()
+        check_book(bench.book)

@@ -18,6 +18,7 @@ from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.facts import OrderBegan, OrderEnded, PhasesEnded, RoomRerouted
 from kvbridge.telemetry.metrics import PHASES
+from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.node_bench import PrefillBench
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table, pick
@@ -215,7 +216,7 @@ def test_adopted_pages_must_cover_what_is_published_and_be_nobody_elses():
     with pytest.raises(ConflictError, match="still belongs to room 1"):
         bench.verbs.begin(room=2, tables=pages_table(4, 5))
     bench.verbs.begin(room=2, tables=pages_table(5, 6))
-    bench.book.check_integrity()
+    check_book(bench.book)
 
 
 def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_them():
@@ -239,7 +240,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
     with pytest.raises(ConflictError, match=r"page 3 .* still belongs to room 2"):
         bench.verbs.begin(room=3, tables=pages_table(3, 6))
     bench.verbs.begin(room=3, tables=pages_table(3, 6), computed_tokens=PAGE)
-    bench.book.check_integrity()
+    check_book(bench.book)
 
 
 # ------------------------------------------------------------------------------------------- orders

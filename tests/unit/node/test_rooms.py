@@ -17,6 +17,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
+from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, PREFILL_LIMITS, RecordedEvents
 
@@ -181,7 +182,7 @@ def test_give_back_frees_from_every_state_and_touches_nobody_else(state):
         pages_of_rooms(book).give_back(room)
     assert tuple(book._holdings) == (other,)
     assert book.counts()[IndexSpace.FULL][PageState.FREE] == 6
-    book.check_integrity()
+    check_book(book)
 
 
 def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_given_back():
