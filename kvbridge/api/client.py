@@ -30,8 +30,8 @@ from kvbridge.api.problems import error_of
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import DeadlineError, NamespaceError, PeerError, ProtocolError, UnauthorizedError
-from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.features import agree
+from kvbridge.core.session.tables import RoomState
+from kvbridge.core.wire.messages import agree
 from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, TRACE, TRACEPARENT_HEADER
 
 AnswerT = TypeVar("AnswerT")

@@ -12,8 +12,8 @@ from kvbridge.core.addresses import HTTP_URL, PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.features import Features
+from kvbridge.core.session.tables import RoomState
+from kvbridge.core.wire.messages import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 HttpUrl = Annotated[str, Field(pattern=f"^{HTTP_URL}$", max_length=500)]

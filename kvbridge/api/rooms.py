@@ -12,7 +12,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Namespace, Retention
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, MAX_PAGE_HASHES_BYTES
 from kvbridge.tier.keys import KEY_BYTES
 

@@ -46,8 +46,7 @@ from kvbridge.core.errors import (
     StaleError,
 )
 from kvbridge.core.ids import Role
-from kvbridge.core.wire.features import FEATURES, agree
-from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
+from kvbridge.core.wire.messages import FEATURES, MAX_INSTANCE_NODES, agree
 from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)

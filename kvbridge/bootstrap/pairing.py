@@ -28,7 +28,6 @@ from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.store import Claim, Store
 from kvbridge.config.limits import BootstrapTimeouts
 from kvbridge.config.schema import PairingConfig
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -44,7 +43,8 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.process import Clock, monotonic
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.facts import EndReserved, PairingEnded
 from kvbridge.telemetry.stream import EventStream

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from kvbridge.api.directory import NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
-from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.process import Clock, monotonic
 
 if TYPE_CHECKING:
     from kvbridge.bootstrap.redis_store import RedisStore

@@ -26,7 +26,7 @@ from kvbridge.cli.config import (
 from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, DispatchOrder, PrefillConfig, RouterConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
-from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
+from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.processes import end_with_parent, raise_open_files
 from kvbridge.telemetry.logs import configure_logs

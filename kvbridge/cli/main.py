@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from kvbridge import __version__
 from kvbridge.cli.signals import EXIT_INTERRUPTED, interrupts_raise
-from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
+from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 
 COMMANDS = {
     "init": (

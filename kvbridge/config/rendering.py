@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from kvbridge.core.field_docs import field_docs
+from kvbridge.core.ids import field_docs
 
 WIDTH = 120
 UNBROKEN = "\u00a0"

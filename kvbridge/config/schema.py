@@ -36,7 +36,7 @@ from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, Paralle
 from kvbridge.config.tier import TierConfig
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, SERVER_URL, is_loopback
-from kvbridge.core.geometry.hot_buffer import SparseSettings
+from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.core.plan.digests import DigestKind
 

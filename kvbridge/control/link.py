@@ -9,8 +9,8 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, ProtocolError
+from kvbridge.core.process import monotonic
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage

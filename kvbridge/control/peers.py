@@ -31,8 +31,8 @@ from kvbridge.control.sockets import (
     SocketContext,
 )
 from kvbridge.core.addresses import is_loopback, parse_tcp
-from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError
+from kvbridge.core.process import monotonic
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import PeerMessage
 

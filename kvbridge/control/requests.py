@@ -23,8 +23,8 @@ from kvbridge.control.sockets import (
     bind,
     read_event,
 )
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import DeadlineError, PeerError, UnauthorizedError
+from kvbridge.core.process import Closing
 
 _MAX_BYTES = 2 << 20
 """Of one question or answer; an endpoint has at most 1 MiB."""

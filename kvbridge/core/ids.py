@@ -6,8 +6,14 @@ addressing says by `PageTable.require` which space it is about to index.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
+from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -17,7 +23,6 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.field_docs import field_docs
 
 ROOM_BITS = 53
 MAX_ROOM = 2**ROOM_BITS - 1
@@ -79,6 +84,33 @@ class FrozenModel(BaseModel):
             if name in fields:
                 fields[name].setdefault("description", text)
         return schema
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a class and of its bases, as one line each. Sources are read at the first call."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        found |= _docs_of_module(base.__module__).get(base.__qualname__, {})
+    return found
+
+
+@cache
+def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
+    """Return the fields of every class at the top of a module; empty when its source is not there."""
+    if not name.startswith("kvbridge."):
+        return {}
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[name]))
+    except OSError:
+        return {}
+    return {node.name: dict(_docs_of_class(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _docs_of_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for field, below in pairwise(node.body):
+        match field, below:
+            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                yield name, " ".join(text.split())
 
 
 class Rank(FrozenModel):

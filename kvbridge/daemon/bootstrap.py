@@ -27,8 +27,8 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.store import MemoryStore, PairingState, RoomTimes, Store
 from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig, StoreKind
-from kvbridge.core.clock import moment
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
+from kvbridge.core.process import moment
 from kvbridge.daemon.front import Service
 from kvbridge.daemon.lifecycle import Traces
 from kvbridge.daemon.secret_files import SecretFiles

@@ -9,7 +9,7 @@ from typing import Any
 from kvbridge.api.status import Readiness
 from kvbridge.config.endpoints import HttpConfig
 from kvbridge.config.loading import read_grants
-from kvbridge.core.clock import moment
+from kvbridge.core.process import moment
 from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.app import AppSettings

@@ -15,7 +15,7 @@ from kvbridge.api.status import Readiness
 from kvbridge.config.endpoints import TracesConfig
 from kvbridge.config.loading import read_secrets
 from kvbridge.core.errors import ConfigError
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
 from kvbridge.telemetry.recent import Recent

@@ -17,7 +17,7 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.tier import HostTier
 from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError, UnavailableError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
-from kvbridge.core.geometry.hot_buffer import sparse_component
+from kvbridge.core.geometry.costs import sparse_component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.tiers import copied_components, needs_checkpoints
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank

@@ -22,8 +22,7 @@ from kvbridge.core.geometry.pages import GROWING_SPACES
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, Attached, EngineToNode, NodeToEngine, Refused
-from kvbridge.core.wire.features import FEATURES
-from kvbridge.core.wire.messages import REASON_CHARS, NodeDescription
+from kvbridge.core.wire.messages import FEATURES, REASON_CHARS, NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.kept_journal import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.memory import NodeMemory, plan_memory

@@ -6,8 +6,8 @@ from kvbridge.config.schema import PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.tiers import why_no_prefixes
 from kvbridge.core.ids import Role
-from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import (
+    FEATURES,
     Welcome,
 )
 from kvbridge.core.wire.worker_messages import Digested, PathsChanged, PeerConnected, Rerouted, RoomClosed, Sent

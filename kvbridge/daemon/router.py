@@ -13,8 +13,8 @@ from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
 from kvbridge.config.loading import read_token
 from kvbridge.config.schema import RouterConfig
-from kvbridge.core.clock import moment
 from kvbridge.core.ids import Role
+from kvbridge.core.process import moment
 from kvbridge.daemon.front import Service
 from kvbridge.http.router_app import create_router_app
 from kvbridge.router.exchange import Router

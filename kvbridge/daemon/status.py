@@ -27,14 +27,13 @@ from kvbridge.api.status import (
 )
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.clock import moment
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import REQUEST_SPACES
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.features import FEATURES
-from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.core.process import moment
+from kvbridge.core.session.tables import RoomState
+from kvbridge.core.wire.messages import FEATURES, REASON_CHARS
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes

@@ -16,7 +16,7 @@ from kvbridge.config.pools import DeviceKind
 from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
-from kvbridge.core.geometry.hot_buffer import SparseSettings
+from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.geometry.pages import most_window_pages, pages_needed
 from kvbridge.core.ids import IndexSpace

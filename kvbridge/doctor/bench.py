@@ -26,8 +26,6 @@ from pydantic import Field, ValidationError
 from kvbridge import __version__
 from kvbridge.config.transports import TransportSettings
 from kvbridge.control.requests import RequestClient
-from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -39,6 +37,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock, Closing, monotonic
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport

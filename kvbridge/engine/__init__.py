@@ -1,6 +1,6 @@
 """The library for inference engines. Import from here, and sparse decode from `kvbridge.sparse`; other modules are internal."""
 
-from kvbridge.core.imports import NEEDS_TORCH
+from kvbridge.core.process import NEEDS_TORCH
 
 try:
     import torch  # noqa: F401

@@ -13,11 +13,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import structlog
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import BridgeError, DetachedError, InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ModelGeometry, RowInterval
 from kvbridge.core.geometry.manifest import Region, fingerprint
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
+from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Accepted,

@@ -13,7 +13,7 @@ from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Attach, Attached
-from kvbridge.core.wire.features import FEATURES, agree
+from kvbridge.core.wire.messages import FEATURES, agree
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.views import PoolViews

@@ -19,12 +19,12 @@ import structlog
 import torch
 
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError, NotReadyError, TransportError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.geometry.tiers import copy_pieces
 from kvbridge.core.ids import IndexSpace, PageMoves, Rank
+from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.views import PoolViews

@@ -27,10 +27,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvbridge import __version__
 from kvbridge.api.problems import PROBLEM_TYPE, Problem, make_problem, problem_of
 from kvbridge.api.status import Readiness
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, NotFoundError, UnauthorizedError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.requests import FORESEEN, Shortcut, answer_error, problem_response
 from kvbridge.telemetry.context import (

@@ -22,8 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from kvbridge.api.problems import PROBLEM_TYPE, problem_of
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import CapacityError
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ from kvbridge.api.status import NodeStatus
 from kvbridge.core.errors import InvalidInputError, StaleError
 from kvbridge.core.ids import FrozenModel, Positive
 from kvbridge.core.prefixes import Namespaces
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.http.app import AppSettings, Document, StatusPort, assemble_app
 from kvbridge.http.requests import CREATED, LEFT, REQUESTS, RoomPath, create, plain_post, while_connected
 from kvbridge.node.admission import AdmissionController

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.core.process import Closing
 from kvbridge.kernels.cuda import programs
 from kvbridge.kernels.cuda.staging import Segments, StagingPool
 

@@ -17,7 +17,7 @@ from crc32c import crc32c
 
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.plan.crc32c import ONE, ChecksumArray, bytes_power, followed_by
+from kvbridge.core.plan.digests import ONE, ChecksumArray, bytes_power, followed_by
 from kvbridge.kernels.cuda import programs, runtime
 from kvbridge.kernels.cuda.staging import DeviceBytes, Segments, StagingPool
 
@@ -89,7 +89,7 @@ PERIOD = (1 << 31) - 1
 class DeviceDigest:
     """Computes checksums on one device, one call at a time; calls from several threads wait for each other.
 
-    Everything rests on the raw checksum being linear (`core/plan/crc32c.py`): the checksum of a whole is the exclusive or of those
+    Everything rests on the raw checksum being linear (`core/plan/digests.py`): the checksum of a whole is the exclusive or of those
     of its parts, each times x^8 for each byte that follows. A part here is what one thread reads: 16 bytes of every 512. A thread
     reads whole rows, so a thread may run up to `BIAS_BYTES` past the end of the stretch. Multiplying with x^(-8n) undoes n such
     bytes; that power exists because x has order 2^31 - 1.

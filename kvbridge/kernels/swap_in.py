@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
-from kvbridge.core.geometry.hot_buffer import AGE_PLANES, MOST_HOT_ROWS, TALLIES
+from kvbridge.core.geometry.costs import AGE_PLANES, MOST_HOT_ROWS, TALLIES
 from kvbridge.core.plan.pages import PageArray
 from kvbridge.kernels.copies import array_at, copy_operations
 

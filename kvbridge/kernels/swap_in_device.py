@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES
+from kvbridge.core.geometry.costs import AGE_PLANES, TALLIES
 from kvbridge.kernels.cuda import programs, runtime
 from kvbridge.kernels.cuda.staging import DeviceBytes
 from kvbridge.kernels.swap_in import (

@@ -25,10 +25,10 @@ import structlog
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.limits import AdmissionConfig
-from kvbridge.core.clock import Clock, moment, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
+from kvbridge.core.process import Clock, moment, monotonic
 from kvbridge.node.admission_queue import AdmissionQueue, Waiting
 from kvbridge.node.room import OVER_HTTP, AdmittingEngine
 from kvbridge.node.rooms import Rooms

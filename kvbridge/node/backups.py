@@ -14,10 +14,10 @@ from itertools import count
 import numpy as np
 import structlog
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import DeadlineError
 from kvbridge.core.geometry.tiers import copy_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Rank
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
 from kvbridge.node.rooms import WORKER_GONE

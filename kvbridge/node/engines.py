@@ -47,8 +47,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
-from kvbridge.core.wire.features import agree
-from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.core.wire.messages import REASON_CHARS, agree
 from kvbridge.node.room import AdmittingEngine
 from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineLeft, EngineLost
 from kvbridge.telemetry.stream import EventStream

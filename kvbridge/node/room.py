@@ -16,7 +16,7 @@ from kvbridge.core.errors import InvalidInputError, KeyMismatchError, RoomFailed
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Retention
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.engine_messages import Begin, Claim
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.accounts.pages import Owner

@@ -16,10 +16,10 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 from kvbridge.api.rooms import RoomPage, RoomQuery, RoomReport
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import ROOM_BITS, Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.process import Clock
+from kvbridge.core.session.tables import RoomState
 from kvbridge.node.room import Quarantine, Room
 
 RoomT = TypeVar("RoomT", bound=Room[Any])

@@ -12,7 +12,6 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from kvbridge.api.rooms import AdmissionRequest, DroppedObjects, DroppedPrefixes, RoomReport
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import (
     BridgeError,
     ConflictError,
@@ -23,8 +22,8 @@ from kvbridge.core.errors import (
     TransportError,
 )
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.states import WITHDRAWN
-from kvbridge.core.session.tables import Hearing, Meaning, Table
+from kvbridge.core.process import Clock
+from kvbridge.core.session.tables import WITHDRAWN, Hearing, Meaning, Table
 from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Call, Claim, Pages, Restorable, RoomEvent
 from kvbridge.core.wire.messages import RoomMessage, to_wire
 from kvbridge.node.engines import AttachedEngine, Engines

@@ -21,12 +21,12 @@ import structlog
 from kvbridge.api.rooms import DroppedObjects
 from kvbridge.api.status import PrefixStoreStatus
 from kvbridge.config.tier import TierConfig
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState

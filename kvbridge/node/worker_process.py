@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.ids import Rank
+from kvbridge.core.process import Closing
 from kvbridge.processes import ChildEnd, SupervisedChild
 from kvbridge.telemetry.logs import Seldom
 

@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 import structlog
 
 from kvbridge.config.schema import DispatchOrder, RouterConfig
-from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import ROOM_BITS, Role
+from kvbridge.core.process import monotonic
 from kvbridge.router.bodies import HOLD, Asked, HeldPrompt, paired_params
 from kvbridge.router.servers import Server, Servers
 from kvbridge.router.upstream import OpenAiServers, UpstreamError

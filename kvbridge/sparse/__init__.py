@@ -1,13 +1,13 @@
 """Sparse decode: the full C4 cache stays in host memory, and a small hot buffer of each request on the device."""
 
-from kvbridge.core.imports import NEEDS_TORCH
+from kvbridge.core.process import NEEDS_TORCH
 
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError(NEEDS_TORCH, name="torch") from missing
 
-from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
+from kvbridge.core.geometry.costs import SparseBytes, SparseSettings
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.sparse.cache import ReleasedRequest, RequestCounts, SparseCache
 

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, DeadlineError, InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import Component
-from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
+from kvbridge.core.geometry.costs import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
 from kvbridge.core.plan.pages import page_copies
+from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.copies import copier
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn

@@ -8,7 +8,7 @@ import torch
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component
-from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES, SparseBytes, SparseSettings
+from kvbridge.core.geometry.costs import AGE_PLANES, TALLIES, SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.pages import PageArray

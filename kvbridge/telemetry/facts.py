@@ -9,7 +9,7 @@ from enum import StrEnum
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.context import TraceContext
 from kvbridge.telemetry.stream import Fact
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO, cast
 import structlog
 from structlog.typing import Processor
 
-from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.telemetry.context import bound_ids
 
 log = structlog.get_logger(__name__)

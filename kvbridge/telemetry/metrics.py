@@ -20,7 +20,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import Evicted
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 
 PREFILL, DECODE, BOOTSTRAP, ROUTER = Role.PREFILL.value, Role.DECODE.value, "bootstrap", "router"
 SENT, RECEIVED = "sent", "received"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import structlog
 
 from kvbridge.core.ids import Rank
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry import metrics as m
 from kvbridge.telemetry.facts import (
     CopyEnded,

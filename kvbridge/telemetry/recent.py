@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvbridge.core.clock import moment
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.process import moment
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.facts import (
     CopyEnded,
     OrderEnded,

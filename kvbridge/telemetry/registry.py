@@ -25,8 +25,8 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Exemplar
 
 from kvbridge import __version__
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.telemetry.context import TRACE, exemplar
 from kvbridge.telemetry.metrics import (
     BUILD,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbridge.core.ids import Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.context import TraceContext
 from kvbridge.telemetry.facts import (
     EndReserved,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, dataclass_transform
 
-from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.process import Clock, monotonic
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))

@@ -30,8 +30,8 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AnyValue
 
 from kvbridge import __version__
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import ConfigError
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.telemetry.metrics import SPANS
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import Span

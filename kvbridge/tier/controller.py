@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvbridge.config.tier import BackupPolicy, HostBackup
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import HOST_COPIES
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.host_copies import Backup, HostCopies

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
@@ -25,6 +24,7 @@ from kvbridge.core.geometry.tiers import copy_pieces
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.plan.pages import PageArray, find_runs
+from kvbridge.core.process import Closing
 from kvbridge.kernels.copies import ProcessorCopier, StretchCopier
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 import structlog
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, NotFoundError
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves, Pages
+from kvbridge.core.process import Clock
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex

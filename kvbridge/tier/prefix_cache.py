@@ -14,7 +14,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -25,6 +24,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.core.prefixes import Evicted
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.host_copies import HostCopies, tell_left_out

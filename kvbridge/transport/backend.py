@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import structlog
 from pydantic import BaseModel, ValidationError
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConfigError, InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
 from kvbridge.transport.base import Connection, Endpoint, Peer, Transfer, Transport

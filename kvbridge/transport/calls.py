@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.process import Clock
 
 MOST_CALLS = 64
 

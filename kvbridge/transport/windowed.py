@@ -19,9 +19,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
 
 POLL_BUDGET_S = 0.001

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import structlog
 
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.geometry.tiers import copy_space
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, MemoryKind, PageMoves
+from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.kernels.cuda import runtime

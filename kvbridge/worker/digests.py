@@ -8,15 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import MemoryKind, Tables
-from kvbridge.core.plan.crc32c import ChecksumArray, followed_by
-from kvbridge.core.plan.digests import DigestPieces, DigestSums, digest_pieces
+from kvbridge.core.plan.digests import ChecksumArray, DigestPieces, DigestSums, digest_pieces, followed_by
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Stripe, held_groups
+from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import Digested, Verified, Verify
 from kvbridge.kernels.digest import raw_checksums

@@ -16,9 +16,9 @@ from typing import Any
 
 import structlog
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import MemoryKind
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import joined_tables, tables_from_wire
@@ -17,6 +16,7 @@ from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests, sent_groups
 from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
 from kvbridge.core.plan.planner import plan
+from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import REASON_CHARS, WireTable
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus, Transport

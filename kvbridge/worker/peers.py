@@ -14,11 +14,11 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.plan.planner import page_operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.codec import unpack_rank
 from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.transport.base import Endpoint, Peer, Transport

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 
-from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
+from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,11 +11,11 @@ from pathlib import Path
 import structlog
 
 from kvbridge.control.local import LocalClient
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import Rank
+from kvbridge.core.process import Clock
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode

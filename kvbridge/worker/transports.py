@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import structlog
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import MemoryKind
+from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Progress, ignore_progress

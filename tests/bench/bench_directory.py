@@ -22,7 +22,7 @@ from kvbridge.bootstrap.redis_store import RedisStore, redis_client
 from kvbridge.bootstrap.store import MemoryStore, RoomTimes
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.tier.keys import KEY_BYTES
 from tests.bench.output import percentile
 from tests.bench.output import table as text

@@ -15,10 +15,10 @@ import numpy as np
 from pydantic import Field
 
 from kvbridge.config.transports import TransportSettings
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
     Connection,

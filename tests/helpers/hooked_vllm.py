@@ -19,7 +19,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Attach, Attached, EngineToNode, NodeToEngine
-from kvbridge.core.wire.features import FEATURES
+from kvbridge.core.wire.messages import FEATURES
 from kvbridge.engine import DecodeEngine, PrefillEngine
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.transfers import ServedRole

@@ -16,9 +16,9 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Role, Tables
-from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.operations import Amount, Amounts
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.plan.pairing import Demand, LaneRows
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
@@ -34,8 +34,8 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
-from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import (
+    FEATURES,
     NodeDescription,
     PeerMessage,
     RankDescription,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvbridge.core.geometry.components import Component, ComponentKind
-from kvbridge.core.geometry.hot_buffer import AGE_PLANES, SparseSettings
+from kvbridge.core.geometry.costs import AGE_PLANES, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind

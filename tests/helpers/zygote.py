@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
+from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 
 ROOT = str(Path(__file__).resolve().parents[2])
 ROLES = ("bootstrap", "prefill", "decode", "router")

@@ -115,7 +115,7 @@ KILLED = """
 import sys, os
 from pathlib import Path
 from kvbridge.core.wire.engine_messages import *
-from kvbridge.core.wire.features import FEATURES
+from kvbridge.core.wire.messages import FEATURES
 from kvbridge.core.ids import Role
 from kvbridge.engine.link import EngineLink
 folder, room, keys = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.plan.crc32c import followed_by
-from kvbridge.core.plan.digests import DigestKey, DigestSums, Mismatch, digest_pieces, sent_groups
+from kvbridge.core.plan.digests import DigestKey, DigestSums, Mismatch, digest_pieces, followed_by, sent_groups
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe, destination_regions, held_groups
 from tests.property.test_plan_copies import Naive, Node, Scenario, contents, fill, request_tables, scenarios

@@ -14,8 +14,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, Role
 from kvbridge.core.wire import engine_messages as calls
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.features import FEATURES
-from kvbridge.core.wire.messages import WireTable
+from kvbridge.core.wire.messages import FEATURES, WireTable
 from tests.helpers.hooked_vllm import Node, Wire
 from tests.helpers.rooms import ADDRESS, PAGE, R0
 

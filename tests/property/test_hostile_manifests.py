@@ -14,10 +14,9 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.manifest import check_manifest
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
-from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
-from kvbridge.core.plan.planner import plan
+from kvbridge.core.plan.planner import page_operations, plan
 from kvbridge.core.wire.codec import pack_rank, unpack_rank
 from kvbridge.core.wire.messages import RankDescription
 from tests.helpers.manifests import Instance, Layout

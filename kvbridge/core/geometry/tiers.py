@@ -175,7 +175,7 @@ def _kept(geometry: ModelGeometry, component: Component) -> list[tuple[int, int]
     if not partial:
         return None
     limit, kept = component.lane_block_bytes, list[tuple[int, int]]()
-    for offset, length in byte_intervals(component, 1, partial[0].slots):
+    for offset, length in byte_intervals(component, 1, next(iter(partial.values()))):
         start = offset // PIECE_ALIGNMENT_BYTES * PIECE_ALIGNMENT_BYTES
         stop = min(limit, -(-(offset + length) // PIECE_ALIGNMENT_BYTES) * PIECE_ALIGNMENT_BYTES)
         if kept and start <= sum(kept[-1]):

@@ -12,19 +12,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry, RowInterval
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Tables
-from kvbridge.core.plan.crc32c import ChecksumArray
 from kvbridge.core.plan.operations import AddressArray, Section
 from kvbridge.core.plan.pages import IndexArray, split_rows
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
-from kvbridge.core.plan.planner import Part, pages_to_send, rows_to_send
+from kvbridge.core.plan.planner import Part, pages_to_send
+
+ChecksumArray = npt.NDArray[np.uint32]
 
 MAX_PART_BYTES = 512 * 1024
 """Digests that one message carries. More pages than that of one layer do not fit into a page table."""
@@ -211,7 +214,7 @@ class DigestSums:
     @classmethod
     def of_section(cls, geometry: ModelGeometry, section: Section) -> Self:
         """Digests of what one section adds."""
-        return cls({part: rows_to_send(part, section) for part in geometry.components})
+        return cls({part: section.added_rows(part) for part in geometry.components})
 
     def add(self, key: DigestKey, layer: IndexArray, page: IndexArray, values: ChecksumArray) -> None:
         """Add a contribution to the digest of each (layer, page); places may repeat. They are the caller's own."""
@@ -307,3 +310,64 @@ class DigestSums:
     def __repr__(self) -> str:
         held = [f"{key.component}[{key.lane_start}:{key.lane_stop}] {sums.shape}" for key, sums in self._sums.items()]
         return f"<DigestSums {', '.join(held) or 'empty'}>"
+
+
+# ------------------------------------------------------------------------------------------- CRC-32C
+
+# The *raw* checksum of bytes (register 0 at the start, no inversion at the end) is their polynomial over GF(2) times x^32, modulo
+# the generator of Castagnoli. So it is linear: the raw checksum of a whole is the exclusive or of those of its parts, each times
+# x^(8n) for the n bytes that follow the part. Zeros in front change nothing, so only bytes at fixed places are compared by it.
+# A checksum is a uint32 whose highest bit is the coefficient of x^0, as every library stores it.
+
+GENERATOR = 0x82F63B78
+"""x^32 + x^28 + ... + 1 without its x^32."""
+ONE = 0x80000000
+"""The polynomial 1."""
+_X8 = ONE >> 8
+_BITS = np.arange(32, dtype=np.uint32)
+_LOWEST = np.uint32(1)
+
+
+def product(left: int, right: int) -> int:
+    """Return the product of two polynomials modulo the generator."""
+    result = 0
+    while left:
+        if left & ONE:
+            result ^= right
+        left = left << 1 & 0xFFFFFFFF
+        right = right >> 1 ^ (GENERATOR if right & 1 else 0)
+    return result
+
+
+@lru_cache(maxsize=4_096)
+def bytes_power(count: int) -> int:
+    """Return x^(8 * count): what a raw checksum is multiplied by when `count` bytes follow. Requires count >= 0."""
+    result, square = ONE, _X8
+    while count:
+        if count & 1:
+            result = product(result, square)
+        square = product(square, square)
+        count >>= 1
+    return result
+
+
+@lru_cache(maxsize=4_096)
+def _multiples(count: int) -> tuple[int, ...]:
+    """Return x^(8 * count) times each power of x that a bit of a checksum stands for, the lowest bit first."""
+    multiple, found = bytes_power(count), []
+    for _ in range(32):
+        found.append(multiple)
+        multiple = multiple >> 1 ^ (GENERATOR if multiple & 1 else 0)
+    return tuple(reversed(found))
+
+
+def followed_by(checksums: ChecksumArray, counts: npt.NDArray[np.int64]) -> ChecksumArray:
+    """Return what each raw checksum becomes when that many bytes of zeros follow; two arrays of equal length."""
+    if not counts.any():
+        return checksums
+    distinct, which = np.unique(counts, return_inverse=True)
+    multiples = np.array([_multiples(count) for count in distinct.tolist()], dtype=np.uint32)
+    bits = checksums[:, np.newaxis] >> _BITS & _LOWEST
+    # A product is the sum of the multiples at which there is a bit; the sum of polynomials is the exclusive or.
+    products: ChecksumArray = np.bitwise_xor.reduce(bits * multiples[which], axis=1)
+    return products

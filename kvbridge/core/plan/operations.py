@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.components import Component, ComponentKind, RowInterval
 from kvbridge.core.ids import FrozenModel, NonNegative
 
 AddressArray = npt.NDArray[np.uint64]
@@ -131,3 +132,11 @@ class Section(FrozenModel):
     stop_token: NonNegative
     layers: tuple[NonNegative, ...] | None = None
     """Global layer ids, or None for every layer of the rank."""
+
+    def added_rows(self, component: Component) -> RowInterval:
+        """Return the rows that the section adds to those of its predecessors; possibly none (count 0)."""
+        published = partial(
+            component.published_rows, prompt_tokens=self.prompt_tokens, prefix_tokens=self.prefix_tokens
+        )
+        before, after = published(self.start_token), published(self.stop_token)
+        return RowInterval(start=max(before.stop, after.start), stop=after.stop)

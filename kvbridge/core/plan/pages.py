@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -92,32 +92,22 @@ def page_copies(
     return Operations(origins, targets, np.full(len(origins), page_bytes, dtype=np.uint64))
 
 
-@dataclass(frozen=True, slots=True)
-class PartialPage:
-    """A logical page of which some slots are sent: intervals [start, stop), two when a ring wraps around."""
-
-    page: int
-    slots: tuple[tuple[int, int], ...]
-
-    @property
-    def rows(self) -> int:
-        """How many rows are sent of it."""
-        return sum(stop - start for start, stop in self.slots)
+Slots = tuple[tuple[int, int], ...]
+"""Intervals [start, stop) of a page's slots, ascending; two when a ring wraps around."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageSplit:
-    """The logical pages that an interval of rows touches: those of which every slot is sent, and the others."""
+class PageSplit(NamedTuple):
+    """The logical pages that an interval of rows touches."""
 
     full: range
-    partial: tuple[PartialPage, ...]
+    """Every slot is sent."""
+    partial: dict[int, Slots]
+    """The slots that are sent of each other page."""
 
     @property
     def touched(self) -> range:
         """Every logical page from the first to the last."""
-        pages = [page.page for page in self.partial]
-        if self.full:
-            pages += [self.full[0], self.full[-1]]
+        pages = [*self.partial, *self.full[:1], *self.full[-1:]]
         return range(min(pages), max(pages) + 1)
 
 
@@ -125,17 +115,15 @@ def split_rows(component: Component, rows: RowInterval) -> PageSplit:
     """Split a non-empty interval of rows into full pages and at most two partial ones."""
     span = component.rows_per_logical_page
     first, last = rows.start // span, (rows.stop - 1) // span
-    everything = ((0, component.slots_per_page),)
-    partial = []
-    for page in dict.fromkeys((first, last)):
+    partial = {}
+    for page in (first, last):
         slots = _slots(component, max(rows.start, page * span), min(rows.stop, (page + 1) * span))
-        if slots != everything:
-            partial.append(PartialPage(page, slots))
-    partly = {page.page for page in partial}
-    return PageSplit(range(first + (first in partly), last + (last not in partly)), tuple(partial))
+        if slots != ((0, component.slots_per_page),):
+            partial[page] = slots
+    return PageSplit(range(first + (first in partial), last + (last not in partial)), partial)
 
 
-def _slots(component: Component, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+def _slots(component: Component, start: int, stop: int) -> Slots:
     """Slots of the rows [start, stop) of one logical page, as intervals in ascending order."""
     slots = component.slots_per_page
     if stop - start >= slots:
@@ -147,7 +135,7 @@ def _slots(component: Component, start: int, stop: int) -> tuple[tuple[int, int]
     return ((0, end - slots), (begin, slots))
 
 
-def byte_intervals(component: Component, lanes: int, slots: tuple[tuple[int, int], ...]) -> list[tuple[int, int]]:
+def byte_intervals(component: Component, lanes: int, slots: Slots) -> list[tuple[int, int]]:
     """Return (offset, length) in bytes of `slots` of every part of `lanes` neighbouring lanes, from the first lane on.
 
     Ascending; neighbours are merged, so what follows each other in the page is one interval.
@@ -164,8 +152,7 @@ def byte_intervals(component: Component, lanes: int, slots: tuple[tuple[int, int
     return merged
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
+class Runs(NamedTuple):
     """Pages that follow each other on both sides: int64 arrays of equal length."""
 
     source: IndexArray
@@ -173,14 +160,6 @@ class Runs:
     destination: IndexArray
     pages: IndexArray
     """Length of each run, at least 1."""
-
-    def __len__(self) -> int:
-        return len(self.pages)
-
-
-def single_pages(source: IndexArray, destination: IndexArray) -> Runs:
-    """Take every page as a run of its own."""
-    return Runs(source, destination, np.ones(len(source), dtype=np.int64))
 
 
 def find_runs(
@@ -197,6 +176,6 @@ def find_runs(
             ends |= ids[1:] % border_pages == 0
     starts = np.flatnonzero(ends) + 1
     if len(starts) + 1 >= len(source):
-        return single_pages(source, destination)
+        return Runs(source, destination, np.ones(len(source), dtype=np.int64))
     starts = np.concatenate([np.zeros(1, dtype=np.int64), starts])
     return Runs(source[starts], destination[starts], np.diff(starts, append=len(source)))

@@ -1,24 +1,26 @@
 """From a section of a request and its page tables to the operations that move it.
 
-The work is proportional to pages plus operations, in numpy, and to components in Python; never to pages or layers in
-Python. Layers and components that lie side by side on both sides are copied together (`neighbours`).
+The work is proportional to pages plus operations in numpy, and to components in Python; never to pages or layers in Python.
+
+Layers, of one component or of several, are *neighbours* when their pages are adjacent on both sides, as in `page_first`: one
+operation copies all of them. Bytes between the live rows of two neighbours are dead rows or padding of the same request, so that
+they may be copied too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
-from kvbridge.core.geometry.components import Component, ComponentKind, RowInterval
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Tables
-from kvbridge.core.plan.neighbours import Band, find_neighbours
 from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section, cut_sizes
-from kvbridge.core.plan.pages import IndexArray, PageSplit, split_rows
-from kvbridge.core.plan.pairing import LayerGroup, Pairing, Side, Stripe
+from kvbridge.core.plan.pages import IndexArray, PageArray, PageSplit, find_runs, split_rows
+from kvbridge.core.plan.pairing import LayerGroup, Pairing, Side
 
 
 def plan(
@@ -32,16 +34,16 @@ def plan(
 ) -> Plan:
     """Return every operation by which the source rank moves its share of `section` to the destination rank.
 
-    `source` and `destination` are the request's page tables on the two nodes. An operation is cut at
-    `max_operation_bytes`; dead bytes of the request's own pages are sent along where they are at most
-    `operation_cost_bytes`, if that saves an operation. Everything is checked before anything is returned:
-    InvalidInputError for a section that contradicts itself or a missing table, PageOutOfBoundsError (naming side, component,
-    space, id and limit) for a table that is too short or a page id that a region does not have.
+    `source` and `destination` are the request's page tables on the two nodes. An operation is cut at `max_operation_bytes`. Dead
+    bytes of the request's own pages are sent along where they are at most `operation_cost_bytes`, if that saves an operation.
+    Everything is checked before anything is returned: InvalidInputError for a section that contradicts itself or a missing table,
+    PageOutOfBoundsError (naming side, component, space, id and limit) for a table that is too short or a page id that a region
+    does not have.
     """
     _check(section, max_operation_bytes)
     parts = list(pages_to_send(pairing.groups_of(section.layers), section, source, destination))
-    # Rows that are not live yet may be under way with a later section by the time that these arrive: only the last one
-    # of a request may write more than it owes.
+    # Rows that are not live yet may be on their way with a later section when these arrive: only the last section of a request may
+    # write more than it owes.
     most_dead_bytes = operation_cost_bytes if section.stop_token == section.prompt_tokens else 0
     # The groups of all layers are the pairing's own and come again; those of some layers are made for this plan.
     known = pairing.neighbours if section.layers is None else {}
@@ -49,34 +51,44 @@ def plan(
     amounts: Amounts = {}
     for part in parts:
         group = part.group
-        rows = owned_rows(group.component, part.split, group.stripe) * group.lanes * len(group.layers)
+        rows = group.stripe.count_rows(group.component, part.split) * group.lanes * len(group.layers)
         _add(amounts, group, Amount(lane_rows=rows))
     for batch in batches:
-        batch.add_to(amounts, max_operation_bytes)
+        # Operations, and dead bytes between members, count for the first member.
+        operations = int(cut_sizes(batch.length, max_operation_bytes)[0].sum())
+        dead_bytes = int(batch.length.sum()) - sum(batch.live_bytes)
+        rows = batch.band.rows
+        for (group, _), live_bytes in zip(batch.band.members, batch.live_bytes, strict=True):
+            _add(amounts, group, Amount(bytes=rows * (live_bytes + dead_bytes), operations=rows * operations))
+            dead_bytes = operations = 0
     return Plan(_written(batches).cut(max_operation_bytes), amounts)
 
 
-def rows_to_send(component: Component, section: Section) -> RowInterval:
-    """Return the rows that a section adds to what its predecessors have sent; possibly none (count 0)."""
+def _add(amounts: Amounts, group: LayerGroup, amount: Amount) -> None:
+    kind = group.component.kind
+    amounts[kind] = amounts.get(kind, Amount()) + amount
 
-    def published(tokens: int) -> RowInterval:
-        return component.published_rows(
-            tokens, prompt_tokens=section.prompt_tokens, prefix_tokens=section.prefix_tokens
+
+def _check(section: Section, max_operation_bytes: int) -> None:
+    if not section.start_token <= section.stop_token <= section.prompt_tokens:
+        raise InvalidInputError(
+            f"a section needs start_token <= stop_token <= prompt_tokens, got [{section.start_token}, "
+            f"{section.stop_token}) of {section.prompt_tokens} tokens"
         )
+    if section.prefix_tokens > section.prompt_tokens:
+        raise InvalidInputError(
+            f"a prefix of {section.prefix_tokens} tokens is longer than the prompt of {section.prompt_tokens}"
+        )
+    if max_operation_bytes < 1:
+        raise InvalidInputError(f"max_operation_bytes must be at least 1, got {max_operation_bytes}")
 
-    before, after = published(section.start_token), published(section.stop_token)
-    return RowInterval(start=max(before.stop, after.start), stop=after.stop)
 
-
-def owned_rows(component: Component, split: PageSplit, stripe: Stripe) -> int:
-    """Return how many rows of `split` lie in pages of `stripe`."""
-    partial = sum(page.rows for page in split.partial if stripe.owns_page(page.page))
-    return stripe.count_pages(split.full) * component.slots_per_page + partial
+# ------------------------------------------------------------------------------------------- pages to send
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """What a section adds of one group: the logical pages that it touches, and their ids on the source and on the destination."""
+    """The pages of one group that a section touches, and their ids on the source and on the destination."""
 
     group: LayerGroup
     split: PageSplit
@@ -94,17 +106,15 @@ def pages_to_send(
 ) -> Iterator[Part]:
     """Yield each group of which a section adds rows, with its pages.
 
-    Pages that another replica sends are checked too: an id that is wrong for one is wrong for all. Raises
-    InvalidInputError for a missing table, PageOutOfBoundsError for a table that is too short or an id that does
-    not exist.
+    Pages that another replica sends are checked too: an id that is wrong for one is wrong for all. Raises InvalidInputError for a
+    missing table, PageOutOfBoundsError for a table that is too short or an id that does not exist.
     """
     for group in groups:
-        rows = rows_to_send(group.component, section)
+        rows = section.added_rows(group.component)
         if rows.count:
             split, kind = split_rows(group.component, rows), group.component.kind
-            pages = split.touched
             sides = (group.source, source), (group.destination, destination)
-            here, there = (_checked_ids(side, kind, tables, pages) for side, tables in sides)
+            here, there = (_checked_ids(side, kind, tables, split.touched) for side, tables in sides)
             yield Part(group, split, (here, there))
 
 
@@ -132,23 +142,98 @@ def _checked_ids(side: Side, kind: ComponentKind, tables: Tables, pages: range) 
     return ids
 
 
-def _check(section: Section, max_operation_bytes: int) -> None:
-    if not section.start_token <= section.stop_token <= section.prompt_tokens:
-        raise InvalidInputError(
-            f"a section needs start_token <= stop_token <= prompt_tokens, got [{section.start_token}, "
-            f"{section.stop_token}) of {section.prompt_tokens} tokens"
-        )
-    if section.prefix_tokens > section.prompt_tokens:
-        raise InvalidInputError(
-            f"a prefix of {section.prefix_tokens} tokens is longer than the prompt of {section.prompt_tokens}"
-        )
-    if max_operation_bytes < 1:
-        raise InvalidInputError(f"max_operation_bytes must be at least 1, got {max_operation_bytes}")
+# ------------------------------------------------------------------------------------------- neighbours
+
+Member = tuple[LayerGroup, int]
+"""A group, and how many of its layers follow each other in a band."""
 
 
-def _add(amounts: Amounts, group: LayerGroup, amount: Amount) -> None:
-    kind = group.component.kind
-    amounts[kind] = amounts.get(kind, Amount()) + amount
+@dataclass(frozen=True, slots=True, eq=False)
+class Band:
+    """Neighbourhoods of the same members; spaces, extents and stripe are those of the first member."""
+
+    source: PageArray
+    """Each row is the first layer of a neighbourhood."""
+    destination: PageArray
+    members: tuple[Member, ...]
+    """In the order of their addresses."""
+    page_bytes: int
+    """Bytes that are copied for a full page of a neighbourhood."""
+
+    @property
+    def first(self) -> LayerGroup:
+        """The group of the first member."""
+        return self.members[0][0]
+
+    @property
+    def rows(self) -> int:
+        """How many neighbourhoods there are."""
+        return len(self.source)
+
+
+def find_neighbours(groups: Sequence[LayerGroup]) -> tuple[Band, ...]:
+    """Return the bands of groups whose pages are sent alike; each layer is in one of them."""
+    bands: list[Band] = []
+    by_frame: dict[tuple[object, ...], list[LayerGroup]] = {}
+    for group in groups:
+        frame = (group.stripe, *_frame(group.source), *_frame(group.destination))
+        by_frame.setdefault(frame, []).append(group)
+    for alike in by_frame.values():
+        found: dict[tuple[Member, ...], list[int]] = {}
+        for neighbours in _neighbourhoods(alike):
+            members = tuple((group, len(list(each))) for group, each in groupby(group for group, _ in neighbours))
+            found.setdefault(members, []).append(neighbours[0][1])
+        for members, rows in found.items():
+            first, page_bytes = members[0][0], sum(group.page_bytes * count for group, count in members)
+            bands.append(
+                Band(first.source.pages.layers(rows), first.destination.pages.layers(rows), members, page_bytes)
+            )
+    return tuple(bands)
+
+
+def page_operations(groups: Sequence[LayerGroup]) -> tuple[int, int]:
+    """Return how many operations copy one page of each of these layers, and how few would if both sides lay alike.
+
+    The second is what the better one of the two layouts allows. Layers of which not all lanes are copied count for themselves in
+    any layout.
+    """
+    alike = [
+        tuple(replace(group, source=one, destination=one) for group, one in zip(groups, sides, strict=True))
+        for sides in ([group.source for group in groups], [group.destination for group in groups])
+    ]
+    here, *others = (sum(band.rows for band in find_neighbours(found)) for found in (groups, *alike))
+    return here, min(here, *others)
+
+
+def _frame(side: Side) -> tuple[object, ...]:
+    """Return what neighbours have in common on one side."""
+    form = side.form
+    place = form.space, form.memory, form.device
+    return *place, form.pages_per_extent, form.page_count, form.page_stride_bytes, side.pages.bases.shape[1]
+
+
+def _neighbourhoods(groups: Sequence[LayerGroup]) -> list[list[tuple[LayerGroup, int]]]:
+    """Return the layers that follow each other, each as its group and its place in the group."""
+    layers = [(group, position) for group in groups for position in range(len(group.layers))]
+    sizes = np.array([group.page_bytes for group, _ in layers], dtype=np.uint64)
+    sides = [[group.source for group in groups], [group.destination for group in groups]]
+    begins = [np.concatenate([side.pages.bases for side in each]) for each in sides]
+    order = np.argsort(begins[0][:, 0], kind="stable")
+    layers, sizes = [layers[place] for place in order.tolist()], sizes[order]
+    touching = np.ones(len(layers) - 1, dtype=np.bool_)
+    for begin in begins:
+        touching &= (np.diff(begin[order], axis=0) == sizes[:-1, None]).all(axis=1)
+    # More than a stride is not one page of a block, but two blocks that happen to touch.
+    limit = min(side.form.page_stride_bytes for each in sides for side in each)
+    found, room = [[layers[0]]], limit - int(sizes[0])
+    for layer, size, touches in zip(layers[1:], sizes[1:].tolist(), touching.tolist(), strict=True):
+        if touches and size <= room:
+            found[-1].append(layer)
+        else:
+            found.append([layer])
+            room = limit
+        room -= size
+    return found
 
 
 # ------------------------------------------------------------------------------------------- operations
@@ -166,17 +251,7 @@ class _Batch:
     """Where in the pages the copies begin."""
     length: IndexArray
     live_bytes: list[int]
-    """What is live of each member, in one neighbourhood."""
-
-    def add_to(self, amounts: Amounts, max_operation_bytes: int) -> None:
-        """Add what the copies amount to. The operations, and dead bytes between members, count for the first member."""
-        rows = self.band.rows
-        parts, _ = cut_sizes(self.length, max_operation_bytes)
-        dead_bytes = int(self.length.sum()) - sum(self.live_bytes)
-        operations = int(parts.sum())
-        for (group, _), live_bytes in zip(self.band.members, self.live_bytes, strict=True):
-            _add(amounts, group, Amount(bytes=rows * (live_bytes + dead_bytes), operations=rows * operations))
-            dead_bytes = operations = 0
+    """Live bytes of each member, in one neighbourhood."""
 
 
 def _bands(known: Neighbours, parts: Iterable[Part]) -> tuple[Band, ...]:
@@ -187,7 +262,7 @@ def _bands(known: Neighbours, parts: Iterable[Part]) -> tuple[Band, ...]:
 
 
 def _full_batches(parts: Iterable[Part], known: Neighbours) -> Iterator[_Batch]:
-    """Yield the copies of full pages."""
+    """Yield the copies of full pages; a run of pages that touch on both sides is one copy."""
     by_pages: dict[range, list[Part]] = {}
     for part in parts:
         if part.split.full:
@@ -195,26 +270,53 @@ def _full_batches(parts: Iterable[Part], known: Neighbours) -> Iterator[_Batch]:
     for pages, alike in by_pages.items():
         ids = {part.group: part.ids_of(pages) for part in alike}
         for band in _bands(known, alike):
-            runs = band.runs(pages, *ids[band.first])
-            count = int(runs.pages.sum())
-            if count:
-                live_bytes = [count * layers * group.page_bytes for group, layers in band.members]
-                begin = np.zeros(1, dtype=np.int64)
-                yield _Batch(band, (runs.source, runs.destination), begin, runs.pages * band.page_bytes, live_bytes)
+            source, destination = ids[band.first]
+            mine = band.first.stripe.pages(pages)
+            if mine is not None:
+                source, destination = source[mine], destination[mine]
+            count = len(source)
+            if not count:
+                continue
+            length = np.full(count, band.page_bytes)
+            if band.source.stride_bytes == band.destination.stride_bytes == band.page_bytes:
+                runs = find_runs(source, destination, (band.source.borders, band.destination.borders))
+                source, destination, length = runs.source, runs.destination, runs.pages * band.page_bytes
+            live_bytes = [count * layers * group.page_bytes for group, layers in band.members]
+            yield _Batch(band, (source, destination), np.zeros(1, dtype=np.int64), length, live_bytes)
 
 
 def _partial_batches(parts: Iterable[Part], known: Neighbours, most_dead_bytes: int) -> Iterator[_Batch]:
-    """Yield the copies of what is live in pages that are not sent whole."""
+    """Yield the copies of live bytes in pages that are not sent whole."""
     begun = [(page, part, live) for part in parts for page, live in part.group.partial_stretches(part.split)]
     for page, alike in groupby(sorted(begun, key=lambda one: one[0]), key=lambda one: one[0]):
         found = list(alike)
         live_of = {part.group: live for _, part, live in found}
         ids = {part.group: part.ids_of(range(page, page + 1)) for _, part, _ in found}
         for band in _bands(known, [part for _, part, _ in found]):
-            offset, length = band.stretches(live_of, most_dead_bytes=most_dead_bytes)
+            offset, length = _stretches(band.members, live_of, most_dead_bytes)
             live_bytes = [layers * sum(size for _, size in live_of[group]) for group, layers in band.members]
             source, destination = (np.repeat(one, len(offset)) for one in ids[band.first])
             yield _Batch(band, (source, destination), offset, length, live_bytes)
+
+
+def _stretches(
+    members: Sequence[Member], live: Mapping[LayerGroup, Sequence[tuple[int, int]]], most_dead_bytes: int
+) -> tuple[IndexArray, IndexArray]:
+    """Return ascending offsets and lengths of what is sent of a neighbourhood's page; `live`: those of a layer's page.
+
+    Dead bytes between two live stretches are taken along where they are at most `most_dead_bytes`.
+    """
+    pieces, begin = [], 0
+    for group, count in members:
+        offset, length = np.array(live[group], dtype=np.int64).T
+        layers = begin + np.arange(count) * group.page_bytes
+        pieces.append((np.add.outer(layers, offset).ravel(), np.tile(length, count)))
+        begin += count * group.page_bytes
+    offset, length = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    apart = offset[1:] - (offset + length)[:-1] > most_dead_bytes
+    starts = np.flatnonzero(np.append(True, apart))
+    stops = np.flatnonzero(np.append(apart, True))
+    return offset[starts], offset[stops] + length[stops] - offset[starts]
 
 
 def _written(batches: list[_Batch]) -> Operations:
@@ -224,8 +326,8 @@ def _written(batches: list[_Batch]) -> Operations:
     for batch in batches:
         shape = (batch.band.rows, len(batch.length))
         columns = out[:, written : written + shape[0] * shape[1]].reshape(3, *shape)
-        for side, ids, column in zip((batch.band.source, batch.band.destination), batch.ids, columns, strict=False):
-            side.pages.write(ids, batch.offset, column)
+        for pages, ids, column in zip((batch.band.source, batch.band.destination), batch.ids, columns, strict=False):
+            pages.write(ids, batch.offset, column)
         columns[2] = batch.length
         written += shape[0] * shape[1]
     return Operations(*out)

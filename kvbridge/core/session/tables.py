@@ -12,6 +12,31 @@ from typing import Any, Generic, TypeVar
 
 from kvbridge.core.errors import ConflictError, IntegrityError
 
+
+class RoomState(StrEnum):
+    """The state of a room as users see it; one vocabulary for both sides."""
+
+    ADMITTED = "admitted"
+    OFFERED = "offered"
+    TRANSFERRING = "transferring"
+    COMMITTED = "committed"
+    CLAIMED = "claimed"
+    COMPLETED = "completed"
+    ABORTING = "aborting"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing more will happen to the room."""
+        return self in _FINAL
+
+
+WITHDRAWN = "withdrawn"
+"""Code of a room that failed since prefill's engine computes its prompt once more: the next generation of it is or will be held."""
+_FINAL = frozenset({RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED})
+
+
 StateT = TypeVar("StateT", bound=StrEnum)
 EventT = TypeVar("EventT", bound=StrEnum)
 ActionT = TypeVar("ActionT", bound=StrEnum)

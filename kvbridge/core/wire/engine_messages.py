@@ -14,12 +14,12 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
-from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import (
     MAX_CHECKPOINTS,
     MAX_INSTANCE_NODES,
     MAX_RESTORABLE,
     EndKey,
+    Features,
     Heartbeat,
     Metadata,
     Name,

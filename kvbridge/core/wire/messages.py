@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from kvbridge.core.errors import FeatureError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import (
@@ -27,7 +28,6 @@ from kvbridge.core.ids import (
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.core.wire.features import Features
 
 PROTOCOL_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
@@ -148,6 +148,39 @@ class NodeDescription(FrozenModel):
     """Which model it holds, by its `tier` section; None: it does not say."""
     geometry: ModelGeometry
     ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
+
+
+# ---------------------------------------------------------------------------------------------- features
+
+_Names = Annotated[tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], ...], Field(max_length=64)]
+
+
+class Features(FrozenModel):
+    """What one side of a conversation says."""
+
+    has: _Names = ()
+    requires: _Names = ()
+    """What the other side must have."""
+
+
+FEATURES = Features()
+"""What this release has and requires, in every conversation: nothing that another release could lack."""
+
+
+def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str, ...]:
+    """Return the features that both sides have. `us` and `them` name the sides, for people.
+
+    Raises FeatureError, which names what is lacking and which side to upgrade.
+    """
+    for requiring, wanted, lacking, there in ((us, ours, them, theirs), (them, theirs, us, ours)):
+        missing = sorted({*wanted.requires} - {*there.has})
+        if missing:
+            named = f"feature{'s' * (len(missing) > 1)} {', '.join(map(repr, missing[:8]))}"
+            raise FeatureError(
+                f"{requiring} requires {named}, which {lacking} does not have: upgrade {lacking}, or change what is required "
+                f"in the configuration of {requiring}"
+            )
+    return tuple(sorted({*ours.has} & {*theirs.has}))
 
 
 # ---------------------------------------------------------------------------------------------- peers

@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.process import Closing
 from kvbridge.engine.adapters.deepseek_v4 import C4, SPARSE, CacheCodec, Placement
 from kvbridge.engine.encodings import RowCodec
 from kvbridge.sparse import SparseCache

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from kvbridge.core.ids import IndexSpace, PageTable, Role, Tables
-from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adopted import AdoptedWorker
 from kvbridge.engine.kit.attachment import NodeAttachment

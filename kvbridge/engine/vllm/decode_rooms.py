@@ -15,7 +15,7 @@ from typing import Any
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Role
-from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Fetch as FetchCall
 from kvbridge.core.wire.engine_messages import Provide, RoomEvent
 from kvbridge.engine.kit.transfers import Load, full_tables, room_tokens

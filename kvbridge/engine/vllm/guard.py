@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 
 import structlog
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, code_of
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.telemetry.logs import Seldom
 

@@ -26,7 +26,7 @@ from typing import Any
 import structlog
 
 from kvbridge.core.ids import ROOM_BITS, Role
-from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Finish, Hold, Publish, RoomEvent
 from kvbridge.engine.kit.transfers import Held, full_tables, room_tokens
 from kvbridge.engine.vllm.requests import Instance, Request, Source, params_of, room_of

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Closing
 
 _ALREADY_REGISTERED = 712
 _NOT_READY = 600

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvbridge.api.status import FenceStatus
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.facts import FenceBegan, WritersShutOut

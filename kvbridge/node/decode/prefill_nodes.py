@@ -18,8 +18,8 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import identity_conflict
-from kvbridge.core.wire.features import FEATURES, agree
 from kvbridge.core.wire.messages import (
+    FEATURES,
     MAX_PACKED_NODE_BYTES,
     Digests,
     Done,
@@ -32,6 +32,7 @@ from kvbridge.core.wire.messages import (
     PeerMessage,
     Rejected,
     Welcome,
+    agree,
 )
 from kvbridge.telemetry.facts import PeerAccepted, PeerLost, PeerRejected
 from kvbridge.telemetry.stream import EventStream

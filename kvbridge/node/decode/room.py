@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.accounting import Share
+from kvbridge.core.plan.pairing import Share
 from kvbridge.core.session.decode import DECODE_TABLE, DecodeSpeaker, DecodeState
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PathLost
 from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.decode.prefill_nodes import KnownNode

@@ -9,11 +9,11 @@ from typing import Any
 import structlog
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConflictError, DigestMismatchError, InvalidInputError, RoomFailedError
 from kvbridge.core.geometry.pages import tables_cover, tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.session.decode import DECODE_HEARS, DECODE_TABLE, DecodeAction, DecodeEvent, DecodeState
 from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Loaded, Pages, Provide, Release, RoomEvent
 from kvbridge.core.wire.messages import Abort, Failed, Intend, Offer, PeerMessage, to_wire

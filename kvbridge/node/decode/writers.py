@@ -24,8 +24,8 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.accounting import Demand, Share, shortfall
 from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.plan.pairing import Demand, Share, shortfall
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Abort, Digests, Done, Drained, Failed, Intend, PathLost

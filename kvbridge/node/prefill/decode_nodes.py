@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 
 from kvbridge.api.status import DecodeNodeStatus
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -26,13 +25,15 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import check_manifest, first_difference
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.prefixes import identity_conflict
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.codec import unpack_rank
-from kvbridge.core.wire.features import FEATURES, Features, agree
 from kvbridge.core.wire.messages import (
+    FEATURES,
     REASON_CHARS,
     Abort,
     Drained,
     Failed,
+    Features,
     Heartbeat,
     Hello,
     Intend,
@@ -41,6 +42,7 @@ from kvbridge.core.wire.messages import (
     PeerMessage,
     Rejected,
     Welcome,
+    agree,
 )
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.workers import WorkerSet

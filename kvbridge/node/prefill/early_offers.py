@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError, KeyMismatchError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import GROWING_SPACES, tables_from_wire
 from kvbridge.core.ids import REQUEST_SPACES
+from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import Intend, Offer
 from kvbridge.node.prefill.room import Asking
 

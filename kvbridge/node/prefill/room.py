@@ -10,9 +10,8 @@ from kvbridge.core.geometry.tiers import CheckpointCause
 from kvbridge.core.ids import PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, DigestSums
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.session.prefill import PREFILL_TABLE, PrefillSpeaker, PrefillState
-from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.prefill import PREFILL_TABLE, PrefillSpeaker, PrefillState, RankProgress
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Failed, Intend, Offer, WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, Rerouted, RoomClosed, Sent

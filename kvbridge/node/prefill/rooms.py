@@ -9,7 +9,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     ConflictError,
@@ -21,6 +20,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.pages import further_tables, joined_tables, tables_cover, tables_from_wire, tables_hold
 from kvbridge.core.ids import IndexSpace, Role, Tables
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.session.prefill import PREFILL_HEARS, PREFILL_TABLE, PrefillAction, PrefillEvent, PrefillState
 from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire.engine_messages import (

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
+from kvbridge.core.process import Closing
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, Extent, Progress, ignore_progress, part_of

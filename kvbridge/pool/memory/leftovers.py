@@ -20,8 +20,8 @@ from pathlib import Path
 
 import structlog
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import RegistrationError
+from kvbridge.core.process import Closing
 
 log = structlog.get_logger(__name__)
 

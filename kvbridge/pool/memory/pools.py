@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import InvalidInputError, RegistrationError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.process import Closing
 from kvbridge.core.wire.shared_memory import FileOrigin, Origin, SharedRegion
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import (

@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Self
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
+from kvbridge.core.process import Closing
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.memory.extent import Extent, Progress, ignore_progress
 from kvbridge.pool.memory.memory_limits import tightest_limit

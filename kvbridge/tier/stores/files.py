@@ -26,8 +26,8 @@ from pathlib import Path
 import structlog
 
 from kvbridge.config.tier import FileStoreSettings
-from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import ConfigError, NotReadyError
+from kvbridge.core.process import monotonic
 from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject, Stretches
 from kvbridge.tier.stores.objects import is_object_name
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from kvbridge.config.tier import MooncakeStoreSettings
 from kvbridge.config.transports import MooncakeProtocol
-from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import NotReadyError, RegistrationError, TransportError
+from kvbridge.core.process import monotonic
 from kvbridge.tier.stores.base import BROKEN, Answer, Capabilities, Outcome, StoredObject
 
 ADAPTERS = Path("/sys/class/infiniband")

@@ -15,8 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.clock import monotonic
 from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.process import monotonic
 from kvbridge.kernels.digest import checksum
 from kvbridge.pool.memory.extent import registered_extents
 from kvbridge.tier.keys import Keys

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import Event

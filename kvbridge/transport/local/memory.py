@@ -17,10 +17,10 @@ import numpy as np
 import structlog
 from pydantic import Field
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import BridgeError, RegistrationError
 from kvbridge.core.ids import FrozenModel, MemoryKind
 from kvbridge.core.plan.operations import AddressArray
+from kvbridge.core.process import Closing
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_range

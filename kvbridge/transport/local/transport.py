@@ -18,10 +18,10 @@ from functools import partial
 from typing import ClassVar
 
 from kvbridge.config.transports import LocalSettings
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import has_accelerator, runtime
 from kvbridge.pool.memory.extent import Extent

@@ -42,10 +42,10 @@ import numpy as np
 from pydantic import Field
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.backend import Backend, labels, read_endpoint
 from kvbridge.transport.base import Endpoint, Peer, Transfer

@@ -42,10 +42,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.config.transports import NixlSettings
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.backend import Backend, labels, read_endpoint
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState

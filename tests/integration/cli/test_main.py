@@ -42,14 +42,14 @@ def test_what_needs_no_command_imports_none(argument: str) -> None:
     ours = {name for name in modules if name.startswith("kvbridge")}
     assert ours == {"kvbridge", "kvbridge.__main__", "kvbridge.cli", "kvbridge.cli.signals", "kvbridge.cli.main"} | {
         "kvbridge.core",
-        "kvbridge.core.imports",
+        "kvbridge.core.process",
     }
 
 
 STARTED = """
 import json, sys
 from kvbridge.cli import main
-from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
+from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 with importing(*UNUSED_BY_DAEMONS):
     from kvbridge.cli import daemons
 daemons._run = lambda build: print(json.dumps(sorted(sys.modules)))

@@ -15,8 +15,8 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import PEER, pack_rank, unpack_rank
-from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import (
+    FEATURES,
     Abort,
     Done,
     Drained,

@@ -19,12 +19,12 @@ from kvbridge.bootstrap.store import MemoryStore, RoomTimes
 from kvbridge.config.limits import BootstrapTimeouts
 from kvbridge.config.schema import PairingConfig
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.process import Clock, monotonic
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.metrics import STORE_FAILED, MetricSpec
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.redis_server import RedisServer, let_time_pass

@@ -20,7 +20,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity, Namespaces, Retention
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.facts import PairingEnded
 from tests.unit.bootstrap.fleet import FLEET, TIMES, FakeDaemons, node
 

@@ -13,7 +13,7 @@ from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.core.errors import CapacityError, ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from tests.unit.bootstrap.fleet import LIMITS, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.pages import MOST_PAGES
 from kvbridge.core.ids import Role
+from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.vllm.guard import LINES, Guard
 from tests.helpers.hooked_vllm import Vllm, connector_module, request

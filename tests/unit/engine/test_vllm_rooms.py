@@ -9,7 +9,7 @@ import pytest
 from kvbridge.core.errors import InvalidInputError, NotReadyError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, Provide, Publish, RoomEvent
 from kvbridge.engine.kit.transfers import Reports
 from kvbridge.engine.vllm.requests import Request, Source, params_of

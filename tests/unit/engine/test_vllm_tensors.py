@@ -13,9 +13,8 @@ import torch
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.manifest import RankManifest, check_manifest, fingerprint
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
-from kvbridge.core.plan.accounting import Demand
 from kvbridge.core.plan.operations import Section, add_amounts
-from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.plan.pairing import Demand, Pairing
 from kvbridge.core.plan.planner import plan
 from kvbridge.engine.kit.tensors import (
     InstanceCache,

@@ -31,7 +31,7 @@ from kvbridge.api.status import (
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.http.app import AppSettings
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.pool.accounts.pages import PageState

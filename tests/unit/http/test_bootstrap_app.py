@@ -17,8 +17,8 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.ids import Role
-from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.features import Features
+from kvbridge.core.session.tables import RoomState
+from kvbridge.core.wire.messages import Features
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from tests.helpers.later_release import later
 from tests.helpers.manual_clock import ManualClock

@@ -26,7 +26,7 @@ from kvbridge.core.errors import (
     errors_by_code,
 )
 from kvbridge.core.ids import Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from tests.helpers.later_release import later
 from tests.unit.http.services import FakeRooms, FakeStatus, daemon_app
 

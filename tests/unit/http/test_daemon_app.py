@@ -15,7 +15,7 @@ import pytest_asyncio
 from kvbridge.api.rooms import RoomQuery
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import CapacityError
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, daemon_app, settings
 

@@ -8,7 +8,7 @@ from crc32c import crc32c
 
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.plan.crc32c import bytes_power, product
+from kvbridge.core.plan.digests import bytes_power, product
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.digest import BATCH_ROWS, BIAS_BYTES, LEVELS, ROW_BYTES, THREAD_BYTES, raw_checksums, tables
 

@@ -21,7 +21,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import Namespaces
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.node.admission import AdmissionController
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner

@@ -18,7 +18,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.decode import DecodeState
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.engine_messages import Provide
 from kvbridge.core.wire.messages import MAX_METADATA_BYTES, Abort, Intend, Offer, PathLost, to_wire
 from kvbridge.node.decode import writers

@@ -9,7 +9,7 @@ from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Accepted,
@@ -31,8 +31,7 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
     SparseRows,
 )
-from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Failed, Heartbeat, Intend, Offer, to_wire
+from kvbridge.core.wire.messages import Failed, Features, Heartbeat, Intend, Offer, to_wire
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.engines import Engines
 from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded

@@ -11,8 +11,17 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.codec import pack_rank
-from kvbridge.core.wire.features import FEATURES, Features
-from kvbridge.core.wire.messages import Failed, Hello, Offer, RankDescription, Rejected, Welcome, WireTable
+from kvbridge.core.wire.messages import (
+    FEATURES,
+    Failed,
+    Features,
+    Hello,
+    Offer,
+    RankDescription,
+    Rejected,
+    Welcome,
+    WireTable,
+)
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.prefill import decode_nodes
 from kvbridge.node.prefill.decode_nodes import ClaimedName, DecodeNodes, check_name

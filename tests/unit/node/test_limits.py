@@ -8,7 +8,7 @@ from kvbridge.api.rooms import RoomQuery, RoomReport
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.decode import DecodeState
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Drained, Failed
 from kvbridge.telemetry.facts import RoomEntered
 from tests.helpers.node_bench import DecodeBench, NodeBench, PrefillBench, offered

@@ -8,8 +8,7 @@ import pytest
 
 from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Heartbeat, Hello, Rejected
+from kvbridge.core.wire.messages import Features, Heartbeat, Hello, Rejected
 from kvbridge.node.decode import prefill_nodes
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.facts import PeerRejected

@@ -8,7 +8,7 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError, NamespaceError, RoomFailedError
 from kvbridge.core.prefixes import Namespaces
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Failed
 from kvbridge.node.admission import AdmissionController
 from tests.helpers.node_bench import HISTORY, DecodeBench, PrefillBench, keys_of

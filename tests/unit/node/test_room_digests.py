@@ -7,7 +7,7 @@ import pytest
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.session.prefill import PrefillState
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Abort, Digests, Drained, Failed
 from kvbridge.core.wire.worker_messages import Digested, Send, Verified
 from tests.helpers.node_bench import DecodeBench, PrefillBench, offered

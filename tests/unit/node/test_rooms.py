@@ -10,7 +10,7 @@ import pytest
 from kvbridge.api.rooms import RoomQuery
 from kvbridge.core.errors import StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.node import room_book
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.room_book import RoomBook

@@ -13,7 +13,7 @@ from kvbridge.core.errors import ConflictError, KeyMismatchError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Failed, Offer
 from kvbridge.node.decode.fence import ALL
 from kvbridge.node.prefill.early_offers import check_offer

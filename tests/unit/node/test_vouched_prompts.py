@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.errors import KeyMismatchError
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.room_simulation import World

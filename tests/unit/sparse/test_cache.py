@@ -12,7 +12,7 @@ from kvbridge.core.errors import (
     NotFoundError,
     PageOutOfBoundsError,
 )
-from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
+from kvbridge.core.geometry.costs import sparse_request_bytes
 from kvbridge.sparse import SparseCache
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, check_tables, settings
 

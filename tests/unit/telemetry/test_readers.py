@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.facts import (
     MemoryRegistered,
     OrderBegan,

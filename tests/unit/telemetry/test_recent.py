@@ -7,7 +7,7 @@ import time
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.facts import OrderEnded, PeerLost, RankReceived, RoomEntered, RoomMessageRefused, WorkerLost
 from kvbridge.telemetry.recent import (
     KEPT_ENDED,

@@ -7,7 +7,7 @@ from typing import Any
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.context import TraceContext, begin_with
 from kvbridge.telemetry.facts import (
     OrderBegan,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.backend import Backend
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus

@@ -6,8 +6,15 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind as Kind
-from kvbridge.core.geometry.costs import DecodePlan, fit_memory, fit_pools, hot_slot_bytes, request_cost
-from kvbridge.core.geometry.hot_buffer import SparseSettings, sparse_request_bytes
+from kvbridge.core.geometry.costs import (
+    DecodePlan,
+    SparseSettings,
+    fit_memory,
+    fit_pools,
+    hot_slot_bytes,
+    request_cost,
+    sparse_request_bytes,
+)
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace as Space
 

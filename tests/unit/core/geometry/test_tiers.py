@@ -22,8 +22,7 @@ from kvbridge.core.geometry.tiers import (
 )
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
-from kvbridge.core.plan.planner import rows_to_send
-from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.session.prefill import RankProgress
 
 V4, GQA = preset("tiny-v4"), preset("tiny-gqa")
 PAGE = V4.tokens_per_page
@@ -111,7 +110,7 @@ def test_whoever_holds_more_each_row_that_decode_lacks_is_sent_once(
 
 
 def _rows(component: Component, section: Section) -> range:
-    rows = rows_to_send(component, section)
+    rows = section.added_rows(component)
     return range(rows.start, rows.stop)
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.accounting import Demand, shortfall
-from kvbridge.core.plan.pairing import Stripe
+from kvbridge.core.plan.pairing import Demand, Stripe, shortfall
 from tests.helpers.geometries import flash
 from tests.helpers.manifests import Instance
 from tests.helpers.rooms import all_rows

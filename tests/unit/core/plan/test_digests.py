@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.crc32c import GENERATOR, ONE, bytes_power, followed_by, product
-from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, DigestSums, PageDigests
+from kvbridge.core.plan.digests import (
+    GENERATOR,
+    MAX_PART_BYTES,
+    ONE,
+    DigestKey,
+    DigestSums,
+    PageDigests,
+    bytes_power,
+    followed_by,
+    product,
+)
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Digests
 from tests.helpers.geometries import flash, gqa

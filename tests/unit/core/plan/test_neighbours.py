@@ -10,10 +10,9 @@ from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import PageTable, Rank
-from kvbridge.core.plan.neighbours import find_neighbours
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
-from kvbridge.core.plan.planner import plan
+from kvbridge.core.plan.planner import find_neighbours, plan
 from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.manifests import Instance, Layout

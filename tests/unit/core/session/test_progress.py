@@ -4,7 +4,7 @@ import pytest
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.plan.operations import Section
-from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.session.prefill import RankProgress
 
 
 def section(start, stop, layers=None, prefix=0):

@@ -7,7 +7,7 @@ import pytest
 
 from kvbridge.core.errors import FeatureError, errors_by_code
 from kvbridge.core.wire.codec import Envelope, pack_rank, unpack_rank
-from kvbridge.core.wire.features import Features, agree
+from kvbridge.core.wire.messages import Features, agree
 from tests.fuzz.decoders import DESCRIPTION, ME, MESSAGES, YOU
 from tests.helpers.later_release import LaterCodec
 

@@ -11,9 +11,9 @@ import weakref
 import numpy as np
 import pytest
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Closing
 from kvbridge.transport.base import TransferState
 from kvbridge.transport.local.gpu import STREAM_SLICES, DeviceCopier, Route, Way
 from kvbridge.transport.local.memory import DeviceAccess

@@ -16,10 +16,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.config.transports import LocalSettings
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent

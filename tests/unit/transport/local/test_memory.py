@@ -9,8 +9,8 @@ import weakref
 import numpy as np
 import pytest
 
-from kvbridge.core.closing import Closing
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Closing
 from kvbridge.transport.base import TransferState
 from kvbridge.transport.local import peer as local_peer
 from kvbridge.transport.local.memory import DeviceAccess

@@ -1,16 +1,42 @@
-"""Imports at the start of a process, and those of optional dependencies."""
+"""Small needs of every process: its clock, what it closes at the end, and imports at its start."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Self
+
+Clock = Callable[[], float]
+"""Returns the present time in seconds, on a scale that never goes back. Pure code takes one, so that tests can turn it by hand."""
+
+monotonic: Clock = time.monotonic
 
 NEEDS_TORCH: Final = "kvbridge's library for engines needs torch; in a checkout of kvbridge: pip install '.[engine]'"
 UNUSED_BY_DAEMONS = ("rich", "pygments", "trio")
 """structlog and httpx load two of them for coloured output, httpcore the third for its event loop, wherever they are installed."""
+
+
+def moment(ago_s: float = 0.0) -> float:
+    """Return the wall-clock time `ago_s` ago in Unix seconds, to the millisecond, as documents for operators tell moments."""
+    return round(time.time() - ago_s, 3)
+
+
+class Closing(ABC):
+    """Something to use in a `with` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let everything go. Harmless when closed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @contextmanager
