@@ -1,6 +1,6 @@
-"""What an engine rank and its node say to each other.
+"""Messages between an engine rank and its node.
 
-Every call carries a number that its answer repeats. Calls are answered at once: what takes long is told later by a `RoomEvent`.
+Every call carries a number that its answer repeats. The node answers calls at once; a `RoomEvent` tells later how long work ended.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvbridge.core.wire.messages import (
     EndKey,
     Features,
     Heartbeat,
+    Message,
     Metadata,
     Name,
     PageHashes,
@@ -34,8 +35,8 @@ from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 # ---------------------------------------------------------------------------------------------- calls
 
 
-class Call(FrozenModel):
-    """What every call carries."""
+class Call(Message):
+    """A call of an engine."""
 
     call: Positive
 
@@ -46,45 +47,39 @@ class RoomCall(Call):
     room: RoomId
 
 
-class Attach(Call):
-    """First call: which ranks this engine process serves (empty: every rank of the node)."""
+class Attach(Call, type="attach"):
+    """The first call: the ranks that this engine process serves (empty: every rank of the node)."""
 
-    type: Literal["attach"] = "attach"
     role: Role
     ranks: tuple[Rank, ...] = ()
     features: Features = Features()
 
 
-class Detach(Call):
-    """Last call: this engine's GPUs are through with every page, and the engine uses none any more.
+class Detach(Call, type="detach"):
+    """The last call: this engine and its GPUs use no page any more. Rooms that the engine has begun or claimed and not ended fail.
 
-    Rooms that the engine has begun or claimed and not ended fail. The pages of an engine that leaves without this call wait for
-    the end of its process.
+    The pages of an engine that leaves without this call wait for the end of its process.
     """
 
-    type: Literal["detach"] = "detach"
 
-
-class Admit(RoomCall):
+class Admit(RoomCall, type="admit"):
     """Admit a room from the engine itself, as `POST /v1/requests` does."""
 
-    type: Literal["admit"] = "admit"
     generation: Positive = 1
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
     page_hashes: PageHashes = b""
     namespace: Namespace = ""
-    """Any namespace: an engine maps the node's pools, so it can read every prefix in them."""
+    """Any: an engine maps the node's pools, so it can read every prefix in them."""
     retention: Retention | None = None
 
 
-class Hold(RoomCall):
+class Hold(RoomCall, type="hold"):
     """Prefill, adopted pools: admit a room for a prompt that this engine computes or has computed, and hold its pages for decode.
 
-    One message says what admission, Begin, Publish and Finish say, as far as that is known. A refused Hold leaves nothing behind.
+    Stands for admission, Begin, Publish and Finish, as far as each is known. A refused Hold leaves nothing behind.
     """
 
-    type: Literal["hold"] = "hold"
     generation: Positive = 1
     prompt_tokens: Positive
     prompt_digest: PromptDigest = b""
@@ -92,7 +87,7 @@ class Hold(RoomCall):
     """The pages so far, as in Begin; None: not begun yet."""
     computed_tokens: NonNegative = 0
     published_tokens: NonNegative = 0
-    """As in Publish; the whole prompt means finished, too."""
+    """As in Publish; the whole prompt means finished too."""
     metadata: Metadata = b""
 
 
@@ -100,13 +95,12 @@ PrefillNodes = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length
 """The nodes of one prefill instance."""
 
 
-class Fetch(RoomCall):
+class Fetch(RoomCall, type="fetch"):
     """Decode, adopted pools: admit a room that these prefill nodes hold or will hold. They hear at once that we will come for it.
 
-    One message says what admission and Provide say. A refused Fetch leaves nothing behind.
+    Stands for admission and Provide. A refused Fetch leaves nothing behind.
     """
 
-    type: Literal["fetch"] = "fetch"
     generation: Positive = 1
     prompt_tokens: Positive
     prompt_digest: PromptDigest = b""
@@ -118,13 +112,12 @@ class Fetch(RoomCall):
     prefix_tokens: NonNegative = 0
 
 
-class Begin(RoomCall):
+class Begin(RoomCall, type="begin"):
     """Prefill: start to compute an admitted room."""
 
-    type: Literal["begin"] = "begin"
     prompt_tokens: Positive
     page_hashes: PageHashes = b""
-    """The keys of the tokens that the engine computes; they must equal those that the room was admitted with."""
+    """The keys of the tokens that the engine computes; equal to those of the room's admission."""
     end_key: EndKey = b""
     """Of the same tokens."""
     tables: tuple[WireTable, ...] = ()
@@ -132,33 +125,29 @@ class Begin(RoomCall):
     at_most: NonNegative | None = None
     """The engine starts at this token at the latest."""
     computed_tokens: NonNegative = 0
-    """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; their whole pages are only read."""
+    """Adopted pools: tokens from the prompt's start in the engine's own prefix cache; their whole pages are only read."""
     by_gpu: bool = False
     """A GPU writes asynchronously, so this call does not imply that earlier attempts at the room are no longer written."""
 
 
-class AskRestorable(RoomCall):
+class AskRestorable(RoomCall, type="ask_restorable"):
     """Prefill: ask at which tokens the engine of a room can start here."""
 
-    type: Literal["ask_restorable"] = "ask_restorable"
 
-
-class Publish(RoomCall):
+class Publish(RoomCall, type="publish"):
     """Prefill: the first `upto_token` tokens are final in memory, on all layers or on some."""
 
-    type: Literal["publish"] = "publish"
     upto_token: NonNegative
     layers: tuple[NonNegative, ...] | None = None
     tables: tuple[WireTable, ...] = ()
-    """Adopted pools: further pages, behind those that the room has; pages of published tokens alone are only read."""
+    """Adopted pools: further pages, behind those of the room; pages of published tokens alone are only read."""
     after: dict[str, StreamPoint] = Field(default_factory=dict)
     """For each rank whose pages a GPU writes, keyed by `str(rank)`: the point in the GPU's work at which the pages are final."""
 
 
-class Finish(RoomCall):
+class Finish(RoomCall, type="finish"):
     """Prefill: everything is published; `metadata` (first token, log-probabilities) travels with Done."""
 
-    type: Literal["finish"] = "finish"
     metadata: Metadata = b""
     by_gpu: bool = False
     """A GPU may still have to write what was published, so the engine lets go of the pages by Release."""
@@ -166,30 +155,27 @@ class Finish(RoomCall):
     """The wanted checkpoints that were written before the last publication, in tokens."""
 
 
-class Provide(RoomCall):
+class Provide(RoomCall, type="provide"):
     """Decode, adopted pools: the device pages that the engine gives to a room that asked for them."""
 
-    type: Literal["provide"] = "provide"
     tables: tuple[WireTable, ...]
     prefix_tokens: NonNegative = 0
     """Tokens from the prompt's start whose rows are in these pages already. The rows are not sent again, and the pages are only
     read, so other rooms may have them too."""
 
 
-class Claim(RoomCall):
+class Claim(RoomCall, type="claim"):
     """Decode: take a committed room."""
 
-    type: Literal["claim"] = "claim"
     page_hashes: PageHashes = b""
-    """The keys of the tokens of the engine's request; they must equal those that the room was admitted with."""
+    """The keys of the tokens of the engine's request; equal to those of the room's admission."""
     end_key: EndKey = b""
     """Of the same tokens. Its page, and the answer behind that page, are kept only where all engines state the same key."""
 
 
-class Loaded(RoomCall):
-    """All that the answer to begin or claim said to load is in the room's own pages, on every rank of this engine."""
+class Loaded(RoomCall, type="loaded"):
+    """Everything that the answer to Begin or Claim said to load is in the room's own pages, on every rank of this engine."""
 
-    type: Literal["loaded"] = "loaded"
     generation: Positive
     bytes: NonNegative = 0
     """Over all ranks of this engine."""
@@ -197,10 +183,9 @@ class Loaded(RoomCall):
     """The time that the slowest rank was copying."""
 
 
-class Extend(RoomCall):
+class Extend(RoomCall, type="extend"):
     """Decode: the request will hold `tokens` tokens in all; reserve the missing pages and return their tables."""
 
-    type: Literal["extend"] = "extend"
     tokens: Positive
 
 
@@ -217,10 +202,9 @@ class SparseRows(FrozenModel):
     """New rows that were written to the host."""
 
 
-class Release(RoomCall):
+class Release(RoomCall, type="release"):
     """Decode: the request is over, and its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
 
-    type: Literal["release"] = "release"
     generation: NonNegative = 0
     """On prefill, the attempt that was finished."""
     valid_tokens: NonNegative = 0
@@ -231,13 +215,12 @@ class Release(RoomCall):
     """On decode with a hot buffer."""
 
 
-class AbortRoom(RoomCall):
+class AbortRoom(RoomCall, type="abort_room"):
     """Either side: stop this room."""
 
-    type: Literal["abort_room"] = "abort_room"
     reason: Text
     load_failed: bool = False
-    """The engine could not load what the answer to begin or claim said."""
+    """The engine could not load what the answer to Begin or Claim said."""
     again: bool = False
     """Prefill: the engine computes the prompt once more, and holds the room's next generation. The room fails as `withdrawn`."""
 
@@ -266,36 +249,32 @@ EngineToNode = Annotated[
 # ---------------------------------------------------------------------------------------------- answers and events
 
 
-class Answer(FrozenModel):
-    """What every answer carries: the number of its call."""
+class Answer(Message):
+    """The answer to the call of that number."""
 
     call: Positive
 
 
-class Accepted(Answer):
-    """The call was carried out."""
-
-    type: Literal["accepted"] = "accepted"
+class Accepted(Answer, type="accepted"):
+    """The node has carried out the call."""
 
 
-class Refused(Answer):
-    """The call was not carried out."""
+class Refused(Answer, type="refused"):
+    """The node has not carried out the call."""
 
-    type: Literal["refused"] = "refused"
     code: Name
     message: Text
     retry_after_s: float = 0.0
 
 
-class Attached(Answer):
-    """Answer to Attach: everything that an engine needs to find its memory."""
+class Attached(Answer, type="attached"):
+    """The answer to Attach: everything that an engine needs to find its memory."""
 
-    type: Literal["attached"] = "attached"
     instance: Name
     incarnation: Name
     geometry: ModelGeometry
     model_identity: ModelIdentity | None = None
-    """Which model the node says it holds; page keys begin with it."""
+    """The model that the node states; page keys begin with it."""
     ranks: tuple[Rank, ...]
     layers: dict[str, tuple[int, ...]]
     """The global layer ids of each rank, keyed by `str(rank)`."""
@@ -312,10 +291,9 @@ class Attached(Answer):
     features: Features = Features()
 
 
-class Restorable(Answer):
-    """Answer to AskRestorable: the tokens at which the engine can start, 0 among them."""
+class Restorable(Answer, type="restorable"):
+    """The answer to AskRestorable: the tokens at which the engine can start, 0 among them."""
 
-    type: Literal["restorable"] = "restorable"
     tokens: Annotated[tuple[NonNegative, ...], Field(max_length=MAX_RESTORABLE)]
     """Ascending."""
 
@@ -327,15 +305,14 @@ class Checkpoint(FrozenModel):
     table: WireTable
 
 
-class Pages(Answer):
-    """Answer to Begin, Claim and Extend: the tables of a room."""
+class Pages(Answer, type="pages"):
+    """The answer to Begin, Claim and Extend: the tables of a room."""
 
-    type: Literal["pages"] = "pages"
     room: RoomId
     generation: Positive
     prompt_tokens: Positive
     prefix_tokens: NonNegative = 0
-    """Tokens that decode held already, which are not sent."""
+    """Tokens that decode held already; they are not sent."""
     computed_tokens: NonNegative = 0
     """On prefill: where the engine starts to compute."""
     host_tokens: NonNegative = 0
@@ -344,7 +321,7 @@ class Pages(Answer):
     restore: Checkpoint | None = None
     """On begin: the windows and states that the engine starts from, to be read only; None where the model has none."""
     checkpoints: Annotated[tuple[Checkpoint, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
-    """On begin: windows and states that the engine is asked to write when it stands there; ascending."""
+    """On begin: windows and states that the engine is asked to write when it gets there; ascending."""
     load: tuple[WireTable, ...] = ()
     """On begin and claim: host pages that the engine copies into the room's own pages before anything reads those: `full_twin` into
     `full` from the same page on, `swa_twin` into `restore`."""
@@ -353,20 +330,19 @@ class Pages(Answer):
     amounts: Amounts = Field(default_factory=dict)
     phases_s: dict[str, float] = Field(default_factory=dict)
     traceparent: Traceparent = ""
-    """On begin and claim: the room's span, to which the engine may add; empty when there is no trace."""
+    """On begin and claim: the room's span, to which the engine may add."""
 
 
-class RoomEvent(FrozenModel):
-    """Pushed to every engine of the node when a room changes in a way that an engine must know."""
+class RoomEvent(Message, type="room_event"):
+    """Pushed to every engine of the node when a room changes in a way that engines must know."""
 
-    type: Literal["room_event"] = "room_event"
     room: RoomId
     generation: NonNegative
     """On `refused`: the generation that the message named, or 0."""
     kind: Literal["wanted", "committed", "completed", "aborted", "failed", "cancel", "refused"]
-    """wanted: decode asks for pages (adopted). committed: the room can be claimed, or, where no page of it is the node's (adopted,
-    without a host pool), is the engine's from now on, and nothing follows. completed, aborted, failed: over, the pages are free
-    again. cancel: release the claimed room soon. refused: a call whose answer nobody awaits changed nothing (made by the link)."""
+    """wanted: decode asks for pages (adopted). committed: the room can be claimed; or, where the node owns no page of it (adopted,
+    without a host pool), the room is the engine's from now on, and nothing follows. completed, aborted, failed: over, the pages are
+    free again. cancel: release the claimed room soon. refused: a call that nobody waits for changed nothing (made by the link)."""
     prompt_tokens: NonNegative = 0
     prefix_tokens: NonNegative = 0
     """As in Pages."""
@@ -381,10 +357,9 @@ class RoomEvent(FrozenModel):
     phases_s: dict[str, float] = Field(default_factory=dict)
 
 
-class Detached(FrozenModel):
+class Detached(Message, type="detached"):
     """Pushed to an engine whose device memory is gone with the process that made it: let go and attach again."""
 
-    type: Literal["detached"] = "detached"
     reason: Text
 
 

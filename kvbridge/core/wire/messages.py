@@ -1,13 +1,13 @@
 """Messages between nodes, and the types that every conversation shares.
 
 *Peers* (decode node <-> prefill node, here) meet, offer, send and drain. *Workers* (node <-> rank workers, `worker_messages`)
-execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. Each direction is a closed union, and a message
-that is not in the union is refused as it arrives. Page tables travel as int32 bytes: a million tokens have 4,096 ids in each space.
+execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. Each direction is a closed union: a receiver
+refuses any other message. Page tables travel as int32 bytes: a million tokens have 4,096 ids in each space.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -35,15 +35,15 @@ MAX_TABLE_BYTES = 4 * 65_536
 MAX_PAGE_HASHES_BYTES = 16 * 65_536
 """Page keys of a request, for as many pages as a table has."""
 MAX_ROOM_METADATA_BYTES = 24 * MAX_METADATA_BYTES
-"""What all writers of one room may send along: a claim is answered with it and five full tables, in one frame."""
+"""From all writers of one room: a claim is answered with it and five full tables, in one frame."""
 REASON_CHARS = 2_000
-"""A reason is cut to this length; messages carry up to 4,000 characters, so a hop can still say whose reason it is."""
+"""A reason is cut to this length; messages carry up to 4,000 characters, so that a hop can still say whose reason it is."""
 MAX_NODE_RANKS = 256
-"""Ranks of one node; each costs whoever meets the node a look at its manifest, so a peer may not name any number."""
+"""Each rank of a node costs its peers a look at the rank's manifest, so a peer may not name any number."""
 MAX_PACKED_RANK_BYTES = 1 << 20
 MAX_PACKED_NODE_BYTES = 3_000_000
-"""Descriptions of one rank, and of all ranks of a node, which share a frame: 256 of them have 11 KB each. A rank needs 2 to 4 KB,
-8 bytes for each extent of a region, and what its transports say of their registrations."""
+"""All ranks of a node, which share a frame: 256 of them have 11 KB each. A rank needs 2 to 4 KB, 8 bytes for each extent of a
+region, and the registrations of its transports."""
 MAX_STAGES = 256
 """Pipeline stages of one instance."""
 MAX_INSTANCE_NODES = 32
@@ -51,10 +51,9 @@ MAX_INSTANCE_NODES = 32
 MAX_ENDPOINTS = 16
 MAX_PHASES = 64
 MAX_INTERVALS = 32
-"""Stretches of time that a writer tells of apart."""
 MAX_AGO_S = 86_400.0
 MAX_DIGESTS = 1_024
-"""Components, lanes and groups of layers that one message carries digests of."""
+"""Components, lanes and groups of layers of which one message carries digests."""
 MAX_CHECKPOINTS = 256
 """Of one room."""
 MAX_RESTORABLE = 65_536
@@ -67,9 +66,9 @@ Text = Annotated[str, Field(max_length=4_000)]
 PageHashes = Annotated[bytes, Field(max_length=MAX_PAGE_HASHES_BYTES, repr=False)]
 """Page keys in the order of the pages, 16 bytes each."""
 EndKey = Annotated[bytes, Field(max_length=16, repr=False)]
-"""The key of a prompt's tokens behind its last whole page (`tier/keys.py`); empty: there are none, or nobody has said it."""
+"""The key of a prompt's tokens behind its last whole page (`tier/keys.py`); empty: there are none, or it was not said."""
 KeysDigest = Annotated[bytes, Field(max_length=32)]
-"""Of a list of page keys, all of them (`tier/keys.py`); empty: of none."""
+"""The digest of a list of page keys, all of them (`tier/keys.py`); empty: of none."""
 Metadata = Annotated[bytes, Field(max_length=MAX_METADATA_BYTES)]
 Phases = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[float, Field(allow_inf_nan=False)]],
@@ -77,9 +76,9 @@ Phases = Annotated[
 ]
 
 PromptDigest = Annotated[bytes, Field(max_length=32)]
-"""What an engine that admits its own rooms says a room is of; empty: it does not say. Both sides of a room say the same."""
+"""Names the prompt of a room that an engine admits itself; empty: not said. Both sides of a room say the same."""
 Traceparent = Annotated[str, Field(max_length=200)]
-"""W3C's header of that name. One that is malformed is as good as none."""
+"""W3C's header of that name; empty when there is no trace. A malformed one counts as empty."""
 Ago = Annotated[float, Field(ge=0, le=MAX_AGO_S, allow_inf_nan=False)]
 """Seconds."""
 
@@ -91,6 +90,26 @@ def _check_amounts(amounts: Amounts) -> Amounts:
 
 
 ReportedAmounts = Annotated[Amounts, AfterValidator(_check_amounts)]
+
+
+class Message(FrozenModel):
+    """A message of a union. Its head names its `type`, which becomes a field; a base of messages names none."""
+
+    if TYPE_CHECKING:
+        type: str
+
+    def __init_subclass__(cls, *, type: str = "", **kwargs: Any) -> None:  # noqa: A002, ANN401 - as on the wire; pydantic's
+        super().__init_subclass__(**kwargs)
+        if type:
+            cls.__annotations__ = {"type": Literal[type], **vars(cls).get("__annotations__", {})}
+            cls.type = type
+
+
+class RoomMessage(Message):
+    """A message about a room."""
+
+    room: RoomId
+    generation: Positive
 
 
 class WireTable(FrozenModel):
@@ -110,24 +129,17 @@ def to_wire(tables: Tables) -> tuple[WireTable, ...]:
     )
 
 
-class RoomMessage(FrozenModel):
-    """What every message about a room carries."""
-
-    room: RoomId
-    generation: Positive
-
-
 class TransportEndpoint(FrozenModel):
     """One transport of one rank: `data` is the backend's own."""
 
     transport: Name
     data: Annotated[bytes, Field(max_length=1 << 20)]
     epoch: NonNegative = 0
-    """Which endpoint of its transport this is: each one that is given out after a fence has a later epoch."""
+    """Rises with each endpoint that the transport gives out after a fence."""
 
 
 class RankDescription(FrozenModel):
-    """All that a peer needs in order to write to a rank, or to expect writes from it."""
+    """Everything that a peer needs in order to write to a rank, or to expect writes from it."""
 
     manifest: RankManifest
     endpoints: Annotated[tuple[TransportEndpoint, ...], Field(max_length=MAX_ENDPOINTS)]
@@ -145,32 +157,35 @@ class NodeDescription(FrozenModel):
     role: Role
     incarnation: Name
     model_identity: ModelIdentity | None = None
-    """Which model it holds, by its `tier` section; None: it does not say."""
+    """The model that it holds, by its `tier` section; None: not said."""
     geometry: ModelGeometry
     ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
 
 
 # ---------------------------------------------------------------------------------------------- features
 
+# Each side says what it has and what it requires of the other, in the first message of a conversation. Both sides decide, since an
+# older release does not know what a later one requires of it. Names on the wire are texts, because a later release has others.
+
 _Names = Annotated[tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], ...], Field(max_length=64)]
 
 
 class Features(FrozenModel):
-    """What one side of a conversation says."""
+    """The features that one side of a conversation names."""
 
     has: _Names = ()
     requires: _Names = ()
-    """What the other side must have."""
+    """The other side must have these."""
 
 
 FEATURES = Features()
-"""What this release has and requires, in every conversation: nothing that another release could lack."""
+"""The features of this release, in every conversation: there is none that another release could lack."""
 
 
 def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str, ...]:
     """Return the features that both sides have. `us` and `them` name the sides, for people.
 
-    Raises FeatureError, which names what is lacking and which side to upgrade.
+    Raises FeatureError, which names the lacking features and the side to upgrade.
     """
     for requiring, wanted, lacking, there in ((us, ours, them, theirs), (them, theirs, us, ours)):
         missing = sorted({*wanted.requires} - {*there.has})
@@ -183,21 +198,49 @@ def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str,
     return tuple(sorted({*ours.has} & {*theirs.has}))
 
 
-# ---------------------------------------------------------------------------------------------- peers
+# ---------------------------------------------------------------------------------------------- decode to prefill
 
 
-class Hello(FrozenModel):
-    """Decode to prefill, first and after either side has changed: who I am and where my memory is."""
+class Hello(Message, type="hello"):
+    """My name and where my memory is. The first message, sent again when either side has changed."""
 
-    type: Literal["hello"] = "hello"
     node: NodeDescription
     features: Features = Features()
 
 
-class Welcome(FrozenModel):
-    """Prefill to decode: accepted; these ranks will write to you."""
+class Intend(RoomMessage, type="intend"):
+    """Hold this room for us until our engine has pages for it.
 
-    type: Literal["welcome"] = "welcome"
+    An Intend ends with our Offer, with an Abort of either side, or with the conversation.
+    """
+
+    prompt_tokens: Positive
+    prompt_digest: PromptDigest = b""
+    held: bool = False
+    """Our engine was told that the room is there, so an unknown room will hardly come."""
+
+
+class Offer(RoomMessage, type="offer"):
+    """Write this request's state here. Grants the lease on the pages until Done or Drained."""
+
+    prompt_tokens: Positive
+    prompt_digest: PromptDigest = b""
+    held: bool = False
+    """As in Intend."""
+    prefix_tokens: NonNegative = 0
+    tables: Annotated[tuple[WireTable, ...], Field(max_length=len(REQUEST_SPACES))]
+    digest: DigestKind = DigestKind.NONE
+    """The digest that writers compute over the pages that they fill."""
+    traceparent: Traceparent = ""
+    """The parent of the spans of sending."""
+
+
+# ---------------------------------------------------------------------------------------------- prefill to decode
+
+
+class Welcome(Message, type="welcome"):
+    """You are accepted; these ranks will write to you."""
+
     instance: Name
     node: Name
     incarnation: Name
@@ -211,65 +254,25 @@ class Welcome(FrozenModel):
     features: Features = Features()
 
 
-class Rejected(FrozenModel):
-    """Prefill to decode: we cannot work together; `message` names the first difference."""
+class Rejected(Message, type="rejected"):
+    """We cannot work together; `message` names the first difference."""
 
-    type: Literal["rejected"] = "rejected"
     code: Name
     message: Text
 
 
-class Intend(RoomMessage):
-    """Decode to prefill: hold this room for us until our engine has pages for it.
+class Digests(RoomMessage, type="digests"):
+    """Digests of what a writer has sent, in parts, ahead of its Done."""
 
-    An Intend ends with our Offer, with an Abort of either side, or with the conversation.
-    """
-
-    type: Literal["intend"] = "intend"
-    prompt_tokens: Positive
-    prompt_digest: PromptDigest = b""
-    held: bool = False
-    """Our engine was told that the room is there, so a room that is not there will hardly come."""
-
-
-class Offer(RoomMessage):
-    """Decode to prefill: write this request's state here. Grants the lease on the pages until Done or Drained."""
-
-    type: Literal["offer"] = "offer"
-    prompt_tokens: Positive
-    prompt_digest: PromptDigest = b""
-    held: bool = False
-    """As in Intend."""
-    prefix_tokens: NonNegative = 0
-    tables: Annotated[tuple[WireTable, ...], Field(max_length=len(REQUEST_SPACES))]
-    digest: DigestKind = DigestKind.NONE
-    """The digest that writers compute over the pages that they fill."""
-    traceparent: Traceparent = ""
-    """The parent of the spans of sending, in W3C's form; empty when there is no trace."""
-
-
-class Abort(RoomMessage):
-    """Either side: stop. The sender of pages answers Drained once nothing of the room is in flight."""
-
-    type: Literal["abort"] = "abort"
-    code: Name
-    message: Text
-
-
-class Digests(RoomMessage):
-    """Prefill to decode, ahead of a writer's Done: digests of what the writer has sent, in parts."""
-
-    type: Literal["digests"] = "digests"
     writer: Rank
     part: Annotated[int, Field(ge=0, lt=MAX_AMOUNT)]
     """From 0."""
     digests: Annotated[tuple[PageDigests, ...], Field(max_length=MAX_DIGESTS)]
 
 
-class Done(RoomMessage):
-    """Prefill to decode: everything that this writer owes has arrived."""
+class Done(RoomMessage, type="done"):
+    """Everything that this writer owes has arrived."""
 
-    type: Literal["done"] = "done"
     writer: Rank
     amounts: ReportedAmounts
     phases_s: Phases
@@ -279,50 +282,55 @@ class Done(RoomMessage):
     transport: Annotated[str, Field(max_length=200)] = ""
     """The transports that the writer has used, joined by '+'."""
     keys_digest: KeysDigest = b""
-    """The digest of the page keys that the rank's engine stated for the prompt that it computed; empty: nobody asked the engine."""
+    """The digest of the page keys that the rank's engine stated for the prompt that it computed; empty: not asked for."""
     end_key: EndKey = b""
-    """As that engine stated it; empty: not stated, or no token is behind the last whole page."""
+    """As that engine stated it."""
     under_way_ago_s: Annotated[tuple[tuple[Ago, Ago], ...], Field(max_length=MAX_INTERVALS)] = ()
     """When the writer was sending: pairs of (begin, end), in seconds before this message."""
 
 
-class PathLost(RoomMessage):
-    """Prefill to decode: a writer has lost a transport in the middle of a room, and goes on over another one.
+class PathLost(RoomMessage, type="path_lost"):
+    """A writer has lost a transport in the middle of a room, and goes on over another one.
 
     The writer sends nothing more through that endpoint, but earlier bytes may still arrive, so the receiver shuts the endpoint
     before the room can be read.
     """
 
-    type: Literal["path_lost"] = "path_lost"
     writer: Rank
     transport: Name
     epoch: NonNegative
     """The epoch of the endpoint that was written to."""
 
 
-class Failed(RoomMessage):
-    """Prefill to decode: the room will not be completed; Drained follows when its pages are quiet.
+class Drained(RoomMessage, type="drained"):
+    """This node sends nothing of the room any more, nor ever will."""
 
-    Decode to prefill: everything was sent, and the room has failed all the same; nothing follows.
-    """
-
-    type: Literal["failed"] = "failed"
-    code: Name
-    message: Text
-
-
-class Drained(RoomMessage):
-    """Prefill to decode: this node sends nothing of the room any more, nor ever will."""
-
-    type: Literal["drained"] = "drained"
     in_transit: bool = False
     """Something was sent whose arrival was never confirmed: the receiver shuts that endpoint before the pages are used again."""
 
 
-class Heartbeat(FrozenModel):
-    """Either side: this incarnation lives."""
+# ---------------------------------------------------------------------------------------------- either way
 
-    type: Literal["heartbeat"] = "heartbeat"
+
+class Abort(RoomMessage, type="abort"):
+    """Stop. The sender of pages answers Drained once nothing of the room is in flight."""
+
+    code: Name
+    message: Text
+
+
+class Failed(RoomMessage, type="failed"):
+    """From prefill: the room will not be completed; Drained follows when its pages are quiet.
+
+    From decode: everything was sent, and the room has failed all the same; nothing follows.
+    """
+
+    code: Name
+    message: Text
+
+
+class Heartbeat(Message, type="heartbeat"):
+    """This incarnation lives."""
 
 
 PeerMessage = Annotated[
