@@ -1,9 +1,8 @@
 """The memory of one rank's components, which two ranks tell each other when they meet; the check of a manifest from outside.
 
 A region's pages lie in one or several *extents* (registered stretches of memory). No operation may cross the border of two extents,
-since a network card holds a key for each. Page `p` begins at
-`extent_addresses[p // pages_per_extent] + (p % pages_per_extent) * page_stride_bytes`. `layer_first` and `page_first` layouts
-differ in stride only.
+since a network card holds a key for each. `plan.pages.PageArray` computes the addresses of pages. `layer_first` and `page_first`
+layouts differ in stride only.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, UnsupportedError
@@ -24,8 +22,6 @@ from kvbridge.core.ids import REQUEST_SPACES, FrozenModel, IndexSpace, MemoryKin
 MANIFEST_VERSION = 1
 MOST_EXTENT_BYTES = 2**63 - 1
 """Plans compute with places inside of an extent as int64."""
-ADDRESS_LIMIT = 2**64
-AddressArray = npt.NDArray[np.uint64]
 REGION_PLACE = {"layer", "extent_addresses"}
 """The fields of a region that say which one of its form it is."""
 
@@ -79,7 +75,7 @@ class Region(FrozenModel):
 
     @property
     def form(self) -> tuple[object, ...]:
-        """Everything but layer and addresses: regions of one component mostly are alike in it."""
+        """Everything but layer and addresses: mostly alike for the regions of one component."""
         return tuple(value for name, value in self if name not in REGION_PLACE)
 
     @property
@@ -100,7 +96,7 @@ class Region(FrozenModel):
         ]
 
     def at(self, bases: Iterable[int]) -> Self:
-        """Return this region, whose addresses are offsets, with the memory of each extent beginning at its base."""
+        """Return this region, whose addresses are offsets, with each extent's offset added to its base."""
         addresses = tuple(base + offset for base, offset in zip(bases, self.extent_addresses, strict=True))
         return self.model_copy(update={"extent_addresses": addresses})
 
@@ -126,10 +122,10 @@ class RankManifest(FrozenModel):
 
 
 def fingerprint_facts(geometry: ModelGeometry) -> dict[str, Any]:
-    """Return the facts that the fingerprint is made of: everything that decides where a byte of a request belongs.
+    """Return the facts of the fingerprint: everything that decides where a byte of a request belongs.
 
-    The model's name is left out: two names for the same bytes may meet. Every other field is in the facts. A later release that
-    adds a field must leave the field out while it has its default value, or earlier releases would not know the same model.
+    The model's name is left out: two names for the same bytes may meet. A later release that adds a field must leave the field out
+    while it has its default value, or earlier releases would not know the same model.
     """
     facts = geometry.model_dump(mode="json", exclude={"name"} if geometry.facts else {"name", "facts"})
     facts["components"] = {component["kind"]: component for component in facts["components"]}
@@ -144,10 +140,10 @@ def fingerprint(geometry: ModelGeometry) -> str:
 
 def first_difference(ours: ModelGeometry, theirs: ModelGeometry) -> str | None:
     """Return a sentence that names the first fact in which two geometries differ, or None when none does."""
-    difference = _difference(
-        ours.facts, theirs.facts, "facts"
-    )  # first: where facts differ, sizes mostly do, and say less
-    return difference or _difference(fingerprint_facts(ours), fingerprint_facts(theirs), "")
+    # Facts come first: where facts differ, sizes mostly do, and say less.
+    return _difference(ours.facts, theirs.facts, "facts") or _difference(
+        fingerprint_facts(ours), fingerprint_facts(theirs), ""
+    )
 
 
 def _difference(ours: object, theirs: object, path: str) -> str | None:
@@ -196,9 +192,9 @@ def lane_interval(component: Component, tp_rank: int, tp_size: int) -> tuple[int
 def check_manifest(manifest: RankManifest, geometry: ModelGeometry) -> None:
     """Check a manifest from another process, which is not trusted, against the model that the rank is to hold.
 
-    The work done here follows from the manifest's length, whatever the manifest says. Raises FingerprintMismatchError when it was
-    made for other bytes, UnsupportedError for another manifest version, and InvalidInputError, naming rank, component and layer,
-    for everything else that cannot be true. A missing component is no error here: only the planner knows what it needs.
+    The work follows from the manifest's length, whatever the manifest says. Raises FingerprintMismatchError for a manifest of other
+    bytes, UnsupportedError for another manifest version, and InvalidInputError, naming rank, component and layer, for everything
+    else that cannot be true. A missing component is no error here: only the planner knows what it needs.
     """
     if manifest.version != MANIFEST_VERSION:
         raise UnsupportedError(
@@ -225,7 +221,15 @@ def _check_region(region: Region, geometry: ModelGeometry, *, rank: Rank, tp_siz
         raise type(error)(f"{who}: {error}") from error
     if region.layer not in component.layers:
         raise InvalidInputError(f"{who}: model '{geometry.name}' has no {component.kind} in this layer")
-    _check_space(region, component, who)
+    if region.space is not IndexSpace.HOST:
+        if region.space is not component.space:
+            raise InvalidInputError(
+                f"{who}: its page ids count space '{region.space}', but this component's count '{component.space}'"
+            )
+    elif not component.host_capable:
+        raise InvalidInputError(f"{who}: this component cannot live in the host pool")
+    elif region.memory is not MemoryKind.DRAM:
+        raise InvalidInputError(f"{who}: a host region lies in '{region.memory}', it must lie in 'dram'")
     if (region.lane_start, region.lane_stop) != lanes:
         raise InvalidInputError(
             f"{who}: holds lanes [{region.lane_start}, {region.lane_stop}), but rank {rank.tp} of {tp_size} must hold "
@@ -238,38 +242,33 @@ def _check_region(region: Region, geometry: ModelGeometry, *, rank: Rank, tp_siz
         )
 
 
-def _check_space(region: Region, component: Component, who: str) -> None:
-    if region.space is not IndexSpace.HOST:
-        if region.space is not component.space:
-            raise InvalidInputError(
-                f"{who}: its page ids count space '{region.space}', but this component's count '{component.space}'"
-            )
-        return
-    if not component.host_capable:
-        raise InvalidInputError(f"{who}: this component cannot live in the host pool")
-    if region.memory is not MemoryKind.DRAM:
-        raise InvalidInputError(f"{who}: a host region lies in '{region.memory}', it must lie in 'dram'")
-
-
 def check_disjoint(regions: Sequence[Region], *, rank: Rank) -> None:
     """Raise InvalidInputError when two pages of a rank share a byte, or a page ends beyond 2**64.
 
     Regions may interleave (`page_first` puts all layers of a page side by side), so pages must not overlap, but extents may.
-    Extents that reach into each other, or are joined by others that do, form a cluster. All extents of a cluster must
-    have one stride, and on a circle of that many bytes no page of one may lie on a page of another. The check takes
-    extents x log(extents) steps, however many pages there are; it also refuses pages that would miss each other by luck.
+    Extents that reach into each other, or are joined by others that do, form a cluster. All extents of a cluster must have one
+    stride, and on a circle of that many bytes no page of one may lie on a page of another. The check takes extents x log(extents)
+    steps, however many pages there are; it also refuses pages that would miss each other by luck.
     """
-    if not regions:
+    found = [
+        (address, number, size - 1, region.page_stride_bytes, region.page_bytes)
+        for number, region in enumerate(regions)
+        for address, _, size in region.extents()
+    ]
+    if not found:
         return
-    owner, first, last, stride, page_bytes = _extents(regions, rank)
-    reached = np.maximum.accumulate(last)
-    begins = np.concatenate([[True], first[1:] > reached[:-1]])
+    first, owner, span, stride, page_bytes = np.array(sorted(found), dtype=np.uint64).T
+    owners = [regions[number] for number in owner.tolist()]
+    last = first + span  # of the last byte, since the one after it may be 2**64
+    beyond = np.flatnonzero(last < first)
+    if len(beyond):
+        raise InvalidInputError(f"rank {rank}: {owners[beyond[0]].label}: an extent of its pages ends beyond 2**64")
+    begins = np.append(True, first[1:] > np.maximum.accumulate(last)[:-1])
     heads = np.flatnonzero(begins)
     cluster = np.cumsum(begins) - 1
-    head = heads[cluster]
-    odd = np.flatnonzero(stride != stride[head])
+    odd = np.flatnonzero(stride != stride[heads[cluster]])
     if len(odd):
-        one, other = (regions[owner[extent]] for extent in (head[odd[0]], odd[0]))
+        one, other = owners[heads[cluster[odd[0]]]], owners[odd[0]]
         raise InvalidInputError(
             f"rank {rank}: {one.label} and {other.label} reach into each other around {first[odd[0]]:#x} with strides "
             f"of {one.page_stride_bytes} and {other.page_stride_bytes} bytes; give them memory of their own, or one stride"
@@ -282,50 +281,8 @@ def check_disjoint(regions: Sequence[Region], *, rank: Rank) -> None:
     after[tails], turn[tails] = around[heads], stride[heads]
     clash = np.flatnonzero(place[after] + turn - place[around] < page_bytes[around])
     if len(clash):
-        pair = sorted((around[clash[0]], after[clash[0]]))
-        one, other = (regions[owner[extent]] for extent in pair)
+        one, other = sorted((around[clash[0]], after[clash[0]]))
         raise InvalidInputError(
-            f"rank {rank}: pages of {one.label} and of {other.label} share memory at {first[pair[1]]:#x}, or would if both went "
-            "on; every region needs memory of its own"
+            f"rank {rank}: pages of {owners[one].label} and of {owners[other].label} share memory at {first[other]:#x}, or "
+            "would if both went on; every region needs memory of its own"
         )
-
-
-def _extents(
-    regions: Sequence[Region], rank: Rank
-) -> tuple[npt.NDArray[np.int64], AddressArray, AddressArray, AddressArray, AddressArray]:
-    """Return every extent of a manifest by rising address, in arrays of equal length, uint64 except the first.
-
-    They are the index of the extent's region, its first byte's address, its last byte's (the one after it may be 2**64), the stride
-    and the page bytes.
-    """
-    counts = [len(region.extent_addresses) for region in regions]
-    first = np.array([address for region in regions for address in region.extent_addresses], dtype=np.uint64)
-    owner = np.repeat(np.arange(len(regions)), counts)
-    spans = np.array([span for region in regions for span in _spans(region, rank)], dtype=np.uint64)
-    beyond = np.flatnonzero(first > np.uint64(ADDRESS_LIMIT - 1) - spans)
-    if len(beyond):
-        raise _beyond(regions[owner[beyond[0]]], rank)
-    order = np.argsort(first, kind="stable")
-    owner, first, last = owner[order], first[order], (first + spans)[order]
-    strides, page_bytes = (
-        np.array([getattr(region, name) for region in regions], dtype=np.uint64)[owner]
-        for name in ("page_stride_bytes", "page_bytes")
-    )
-    return owner, first, last, strides, page_bytes
-
-
-def _spans(region: Region, rank: Rank) -> list[int]:
-    """Return the bytes from the first byte of each extent to its last one."""
-    extents = len(region.extent_addresses)
-    rest = region.page_count - (extents - 1) * region.pages_per_extent
-    full, last = (
-        (pages - 1) * region.page_stride_bytes + region.page_bytes - 1 for pages in (region.pages_per_extent, rest)
-    )
-    spans = [full] * (extents - 1) + [last]
-    if spans[0] >= ADDRESS_LIMIT:
-        raise _beyond(region, rank)
-    return spans
-
-
-def _beyond(region: Region, rank: Rank) -> InvalidInputError:
-    return InvalidInputError(f"rank {rank}: {region.label}: an extent of its pages ends beyond 2**64")
