@@ -18,8 +18,7 @@ from kvbridge.core.process import moment
 from kvbridge.daemon.front import Service
 from kvbridge.http.router_app import create_router_app
 from kvbridge.router.exchange import Router
-from kvbridge.router.servers import Servers, ServerWatch
-from kvbridge.router.upstream import OpenAiServers
+from kvbridge.router.servers import OpenAiServers, Servers, ServerWatch
 from kvbridge.telemetry.metrics import READY, ROUTER_SERVERS
 
 log = structlog.get_logger(__name__)
@@ -39,7 +38,7 @@ class RouterDaemon(Service):
         self.router = Router(config, self.servers, self._upstream, self.metrics, self.seldom)
         self._replicas = self._open_directory()
         listings = [replica.instances for replica in self._replicas]
-        self._watch = ServerWatch(self.servers, self._upstream.health, config.timeouts, listings)
+        self._watch = ServerWatch(self.servers, self._upstream, config.timeouts, listings)
 
     def _open_directory(self) -> list[DirectoryClient]:
         link, key, limit_s = self.config.bootstrap, "bootstrap.token_file", self.config.timeouts.health_s

@@ -31,10 +31,10 @@ from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import WorkerEnd, adopted_region
 from kvbridge.engine.base import Engine, Room
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.encodings import RowCodec, row_codec
+from kvbridge.engine.memory import WorkerEnd, adopted_region
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.views import Part, PoolViews, RegionView, section_rows
 

@@ -30,9 +30,8 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
 )
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.engine.adopted import AdoptedWorker, WorkerEnd
 from kvbridge.engine.link import AnswerT, EngineLink, RoomCall
-from kvbridge.engine.memory import EngineMemory, adopted_pages, call_attach, present_gpu_kept, shared_regions
+from kvbridge.engine.memory import AdoptedWorker, EngineMemory, WorkerEnd, present_gpu_kept
 from kvbridge.engine.streams import (
     LOOK_AGAIN_S,
     DeferredCalls,
@@ -44,7 +43,6 @@ from kvbridge.engine.streams import (
 )
 from kvbridge.engine.views import Part, PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.pools import MappedRegions
 from kvbridge.telemetry.logs import leave_standard_output
 from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
 
@@ -70,7 +68,6 @@ class Engine(Closing):
         order: StreamOrder,
         *,
         workers: Sequence[AdoptedWorker] | None = None,
-        close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
     ) -> None:
         """Use `attach` or `adopt` instead. `workers`: those of adopted memory; None with pools of the node."""
         self._link = link
@@ -79,7 +76,6 @@ class Engine(Closing):
         self._order = order
         self._workers = workers
         self._deferred = DeferredCalls()
-        self._close_timeout_s = close_timeout_s
         self._closed = False
         self._loads = LoadBacks({}, order)
         try:
@@ -154,16 +150,11 @@ class Engine(Closing):
         leave_standard_output()
         with ExitStack() as stack:
             stack.callback(link.close)
-            answer = call_attach(link, cls.role, ranks)
-            brought = {rank: adopted_pages(answer, rank, given) for rank, given in adopted.items()}
+            answer = link.attach(cls.role, ranks)
             with present_gpu_kept():
-                mapped = stack.enter_context(MappedRegions(shared_regions(answer), link.daemon_user))
-                memory = EngineMemory(answer, mapped, brought)
-                order = StreamOrder(memory.views)
-                if order.devices and on_progress is not None:
-                    memory.register(order.devices[0], on_progress)
+                memory = EngineMemory(answer, adopted, link.daemon_user, on_progress)
             stack.pop_all()
-        return cls(link, answer, memory, order, workers=workers, close_timeout_s=link.timeout_s)
+        return cls(link, answer, memory, StreamOrder(memory.views), workers=workers)
 
     def worker_ends(self) -> list[WorkerEnd]:
         """Adopted pools: return the ends of this process's rank workers since the last call.
@@ -324,7 +315,7 @@ class Engine(Closing):
         try:
             if self._order.devices:
                 self._deferred.send_when(self._order.reached(None, self._loads.points()), "close", lambda: None)
-            self._deferred.finish(self._close_timeout_s)
+            self._deferred.finish(self._link.timeout_s)
             through = True
         finally:
             self._leave(through=through)

@@ -12,11 +12,21 @@ import structlog
 
 from kvbridge.control.local import LocalClient
 from kvbridge.control.runtime_directory import ENGINE_SOCKET
-from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, errors_by_code
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    DeadlineError,
+    NotReadyError,
+    ProtocolError,
+    errors_by_code,
+)
+from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Answer,
+    Attach,
+    Attached,
     Call,
     Detached,
     EngineToNode,
@@ -30,6 +40,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
+from kvbridge.core.wire.messages import FEATURES, agree
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +48,8 @@ AnswerT = TypeVar("AnswerT", bound=Answer)
 RoomCall = Hold | Fetch | Provide | Publish | Finish | Release | AbortRoom
 """Calls that are answered by Accepted, or refused."""
 EVENTS_KEPT = 4_096
-"""Events that are kept for an engine that does not ask for them; a room whose event was dropped can still be claimed."""
+"""Events that are kept for an engine that does not ask for them. A room whose event was dropped can still be claimed."""
+RETRY_PAUSE_S = 0.05
 
 
 class EngineLink:
@@ -65,6 +77,20 @@ class EngineLink:
     def number(self) -> int:
         """Return the number for the next call."""
         return next(self._numbers)
+
+    def attach(self, role: Role, ranks: tuple[Rank, ...]) -> Attached:
+        """Attach once the node has its memory. A node with adopted memory has it only when its engines have attached."""
+        until_s = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                answer = self.call(Attach(call=self.number(), role=role, ranks=ranks, features=FEATURES), Attached)
+                break
+            except NotReadyError:
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(RETRY_PAUSE_S)
+        agree(FEATURES, answer.features, us="this engine", them=f"the {role} node of {answer.instance}")
+        return answer
 
     def call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
         """Send a call and return its answer. Raises the BridgeError that the node answered, or DeadlineError."""

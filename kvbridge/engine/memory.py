@@ -1,72 +1,101 @@
-"""The memory of an attached engine: the node's pools mapped into this process, and views of them."""
+"""The memory of an attached engine: the node's pools mapped into this process, or its own tensors and their rank workers."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
+import structlog
 import torch
 
-from kvbridge.core.errors import NotReadyError
+from kvbridge.control.runtime_directory import WORKER_SOCKET
+from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError
+from kvbridge.core.geometry.components import Component, ComponentKind
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.engine_messages import Attach, Attached
-from kvbridge.core.wire.messages import FEATURES, agree
-from kvbridge.core.wire.shared_memory import SharedRegion
-from kvbridge.engine.link import EngineLink
+from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.gpu_memory import HostRegistration
 from kvbridge.pool.memory.layout import RankPart
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
+from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
+from kvbridge.worker.rank import NodeLink, open_node_link
 
-RETRY_PAUSE_S = 0.05
+log = structlog.get_logger(__name__)
+
+SETUP_TIMEOUT_S = 120.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Pauses before an ended rank worker starts again. Each pause doubles, until a worker has served longer than the longest one."""
+ENDED = "its node has ended it"
+"""Reason of a rank worker whose node has shut it down, as a node does when it stops."""
+CLOSE_TIMEOUT_S = 30.0
+"""Longest wait for the end of a rank worker: the default limit of closing transports, and some seconds."""
+KEEP_TENSORS = "it may still read and write the adopted tensors, so keep them where they are and end this process"
+
+_SPACES = {
+    ComponentKind.SWA_KV: IndexSpace.SWA,
+    ComponentKind.C4_STATE: IndexSpace.SWA,
+    ComponentKind.C4_INDEXER_STATE: IndexSpace.SWA,
+    ComponentKind.C128_STATE: IndexSpace.REQUEST,
+}
+"""Index space of the components that are not in `full`."""
 
 
 class EngineMemory:
-    """The pools of an engine's ranks, mapped into this process, or its own tensors; and views of them, valid until `close`."""
+    """The pools of an engine's ranks in this process, and views of them. Valid until `close`."""
 
-    def __init__(self, answer: Attached, mapped: MappedRegions, adopted: Mapping[Rank, Sequence[Region]]) -> None:
-        """`mapped`: the regions of `shared_regions`. `adopted`: device regions that this process brings for its ranks."""
-        self.mapped = mapped
-        left = iter(mapped.regions)
-        self.twins = tuple(islice(left, len(answer.twins)))
-        """Host copies of device pages on this node."""
-        host = tuple(islice(left, len(answer.host)))
+    def __init__(
+        self,
+        answer: Attached,
+        adopted: Mapping[Rank, Sequence[Region]],
+        daemon_user: int | None,
+        on_progress: Progress | None,
+    ) -> None:
+        """`adopted`: the device regions that this process brings. `on_progress`: as for `Engine.attach`."""
+        brought = {rank: _checked(answer, rank, given) for rank, given in adopted.items()}
+        devices = {rank: answer.device.get(str(rank), ()) for rank in answer.ranks}
+        shared = (*answer.twins, *answer.host, *(region for rank in answer.ranks for region in devices[rank]))
         self.views: dict[Rank, PoolViews] = {}
-        self._registration: HostRegistration | None = None
-        for rank in answer.ranks:
-            owned = tuple(islice(left, len(answer.device.get(str(rank), ()))))
-            self.views[rank] = PoolViews(answer.geometry, owned + tuple(adopted.get(rank, ())) + host)
-
-    def register(self, device: int, on_progress: Progress) -> None:
-        """Page-lock the mapped host memory for a GPU."""
-        self._registration = HostRegistration(
-            self.mapped.mappings, extents=self.mapped.extents(), device=device, on_progress=on_progress
-        )
+        with ExitStack() as stack:
+            mapped = stack.enter_context(MappedRegions(shared, daemon_user))
+            stack.callback(self.views.clear)
+            left = iter(mapped.regions)
+            self.twins = tuple(islice(left, len(answer.twins)))
+            """Host copies of device pages on this node."""
+            host = tuple(islice(left, len(answer.host)))
+            for rank in answer.ranks:
+                owned = tuple(islice(left, len(devices[rank])))
+                self.views[rank] = PoolViews(answer.geometry, owned + brought.get(rank, ()) + host)
+            gpus = sorted(views.device for views in self.views.values() if views.device is not None)
+            if gpus and on_progress is not None:
+                extents, gpu = mapped.extents(), gpus[0]
+                registration = HostRegistration(mapped.mappings, extents=extents, device=gpu, on_progress=on_progress)
+                stack.callback(registration.close)
+            self._open = stack.pop_all()
 
     def close(self) -> None:
         """Drop the views and unmap the memory. Tensors that came from the views must not be used any more."""
-        with ExitStack() as stack:
-            stack.callback(self.mapped.close)
-            stack.callback(self.views.clear)
-            if self._registration is not None:
-                stack.callback(self._registration.close)
+        self._open.close()
 
 
-def shared_regions(answer: Attached) -> tuple[SharedRegion, ...]:
-    """Return the regions that the node shares with an engine: host copies, the host pool, and the pools of the ranks in order."""
-    devices = [region for rank in answer.ranks for region in answer.device.get(str(rank), ())]
-    return *answer.twins, *answer.host, *devices
+def _checked(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Region, ...]:
+    """Check an adopted rank's memory here as well as in its worker, so that the caller gets the error."""
+    part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
+    on_host = {shared.region.component for shared in answer.host}
+    return MemoryPool.adopted(answer.geometry, part, given, exclude=on_host).regions()
 
 
 @contextmanager
 def present_gpu_kept() -> Iterator[None]:
-    """Opening memory makes its GPU the thread's current one. Restore the GPU that the engine had chosen before."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    before = torch.cuda.current_device() if used else None
+    """Restore the GPU that the engine had chosen, because opening memory makes its GPU the thread's current one."""
+    before = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -74,24 +103,140 @@ def present_gpu_kept() -> Iterator[None]:
             torch.cuda.set_device(before)
 
 
-def call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...]) -> Attached:
-    """Ask until the node has its memory: a node with adopted memory becomes ready only when its engines have attached."""
-    until_s = time.monotonic() + link.timeout_s
-    while True:
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """A rank worker of this process has ended. Its transports are closed, so it moves no byte any more."""
+
+    rank: Rank
+    reason: str
+    node: str = ""
+    """Incarnation of the node that the rank worker served."""
+    node_gone: bool = False
+    """Whether this node has ended, too. A node that lives knows of the end, and sends the events of its rooms."""
+
+
+def adopted_region(
+    component: Component | ComponentKind | str, layer: int, pages: torch.Tensor, *, lanes: tuple[int, int] = (0, 1)
+) -> Region:
+    """Describe one component of one layer in the engine's own tensor.
+
+    `component`: its kind, such as "mha_kv", or the component of a geometry. `pages`: uint8 [page_count, page_bytes] with contiguous
+    rows, the first dimension of any stride; not moved or freed while adopted. `lanes`: the [start, stop) of the component's lanes
+    that the tensor holds. Raises InvalidInputError for another form.
+    """
+    kind = component.kind if isinstance(component, Component) else _kind(component)
+    if pages.dtype is not torch.uint8 or pages.ndim != 2 or pages.stride(1) != 1:
+        raise InvalidInputError(
+            f"{kind} layer {layer}: adopted pages are a uint8 tensor [page_count, page_bytes] with contiguous rows, "
+            f"got {pages.dtype} of shape {tuple(pages.shape)} and strides {pages.stride()}"
+        )
+    return Region(
+        component=kind,
+        layer=layer,
+        space=component.space if isinstance(component, Component) else _SPACES.get(kind, IndexSpace.FULL),
+        memory=MemoryKind.VRAM if pages.is_cuda else MemoryKind.DRAM,
+        device=pages.device.index or 0,
+        extent_addresses=(pages.data_ptr(),),
+        pages_per_extent=pages.shape[0],
+        page_count=pages.shape[0],
+        page_bytes=pages.shape[1],
+        page_stride_bytes=pages.stride(0),
+        lane_start=lanes[0],
+        lane_stop=lanes[1],
+    )
+
+
+def _kind(name: str) -> ComponentKind:
+    try:
+        return ComponentKind(name)
+    except ValueError:
+        raise InvalidInputError(f"'{name}' is no component; the kinds are {', '.join(ComponentKind)}") from None
+
+
+class AdoptedWorker:
+    """The rank worker of one rank, on a thread of the engine's process.
+
+    The thread does the work of a rank-worker process. The node still decides everything and owns the host pool. The tensors must
+    stay where they are until `close`, and pages of a room belong to the room until the event that ends it.
+    """
+
+    def __init__(self, runtime_dir: Path, rank: Rank, regions: Sequence[Region]) -> None:
+        """Start the thread, which connects to the node by itself and starts again whenever it has ended."""
+        self.rank = rank
+        self._ends: deque[WorkerEnd] = deque()
+        self._link: NodeLink | None = None
+        self._unclosed = ""
+        """Why the rank worker may still move bytes, though its thread has ended."""
+        self._stop = threading.Event()
+        socket = runtime_dir.absolute() / WORKER_SOCKET
+        self._thread = threading.Thread(target=self._run, args=(socket, regions), name=f"kvbridge-{rank}", daemon=True)
+        self._thread.start()
+
+    @property
+    def node(self) -> str:
+        """Incarnation of the node that the rank worker serves now; empty while there is none."""
+        link = self._link
+        return link.daemon if link is not None else ""
+
+    def ends(self) -> list[WorkerEnd]:
+        """Return the ends of the rank worker since the last call; for one thread."""
+        return [self._ends.popleft() for _ in range(len(self._ends))]
+
+    def _run(self, socket: Path, regions: Sequence[Region]) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._stop.is_set():
+            began_s = time.monotonic()
+            try:
+                end = self._serve(socket, regions)
+            except UnclosedError as error:
+                self._unclosed = str(error)
+                log.error("adopted_worker_stuck", rank=str(self.rank), reason=str(error))
+                return  # its transports may still reach the tensors, so there must not be a second one
+            if self._stop.is_set():
+                return
+            if end is not None:
+                self._ends.append(end)
+                log.warning("adopted_worker_ended", rank=str(self.rank), reason=end.reason)
+            pause_s = (
+                FIRST_PAUSE_S if time.monotonic() - began_s > LONGEST_PAUSE_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            )
+            self._stop.wait(pause_s)
+
+    def _serve(self, socket: Path, regions: Sequence[Region]) -> WorkerEnd | None:
+        """Serve until the end; return None when serving did not begin. Raises UnclosedError when something is not closed."""
         try:
-            call = Attach(call=link.number(), role=role, ranks=ranks, features=FEATURES)
-            answer = link.call(call, Attached)
-        except NotReadyError:
-            if time.monotonic() >= until_s:
-                raise
-            time.sleep(RETRY_PAUSE_S)
-            continue
-        agree(FEATURES, answer.features, us="this engine", them=f"the {role} node of {answer.instance}")
-        return answer
+            link = open_node_link(socket)
+        except BridgeError as error:
+            log.info("no_node", rank=str(self.rank), code=error.code, reason=str(error))
+            return None
+        reason = ENDED
+        self._link = link
+        try:
+            serve_rank(link, self.rank, setup_timeout_s=SETUP_TIMEOUT_S, adopted=regions, stopped=self._stop.is_set)
+        except NoNodeError:
+            return None
+        except UnclosedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the engine has to hear of every end of its worker
+            reason = str(error) or type(error).__name__
+        finally:
+            node, node_gone, self._link = link.daemon, link.daemon_ended, None
+            link.close()
+        return WorkerEnd(self.rank, reason, node, node_gone=node_gone or reason == ENDED)
 
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Stop the rank worker and wait for its end. It moves no byte afterwards.
 
-def adopted_pages(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Region, ...]:
-    """Check an adopted rank's memory here as well as in its worker, so that the caller gets the error."""
-    part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
-    on_host = {shared.region.component for shared in answer.host}
-    return MemoryPool.adopted(answer.geometry, part, given, exclude=on_host).regions()
+        Raises DeadlineError when the rank worker does not end in time, and UnclosedError, at every call, when it has ended without
+        closing everything. Then the tensors must stay where they are until this process ends.
+        """
+        self._stop.set()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise DeadlineError(
+                f"the rank worker of {self.rank} in this process did not end within {timeout_s:g} s; {KEEP_TENSORS}"
+            )
+        if self._unclosed:
+            raise UnclosedError(
+                f"the rank worker of {self.rank} in this process is not closed: {self._unclosed}; {KEEP_TENSORS}"
+            )

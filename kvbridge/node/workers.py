@@ -366,7 +366,7 @@ class WorkerSet:
             self._on_gone(worker.rank, "another worker took its place")
         if worker.child is None:
             process = self._server.process(link)
-            # A process serves a rank again only after closing its former endpoints (`engine/adopted.py`).
+            # A process serves a rank again only after closing its former endpoints (`engine/memory.py`).
             for former, before in tuple(worker.unended.items()):
                 if process.pid and before.pid == process.pid:
                     self._ended(worker, former)

@@ -1,49 +1,41 @@
-"""Bodies of the OpenAI API, and the `kv_transfer_params` that each server is sent.
+"""Bodies of OpenAI requests, and the `kv_transfer_params` that the router sends to each server.
 
-The client's own `kv_transfer_params` are never passed on: they name addresses, to which a decode server would connect.
+The router never passes on a client's own `kv_transfer_params`: they name addresses, to which a decode server would connect.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvbridge.core.errors import InvalidInputError
 
-Params = dict[str, Any]
+Params = Mapping[str, Any]
 """`kv_transfer_params`."""
 Body = tuple[bytes, bytes]
-"""The text of an object, in two parts: the first is long, and the same in all attempts."""
+"""The text of a JSON object, in two parts. The first part is long, and the same in all attempts."""
 PARAMS = "kv_transfer_params"
 EXTRA_ARGUMENTS = "vllm_xargs"
-"""vLLM gives this member to the engine as it is, and also puts the parameters there."""
+"""vLLM passes this member to its engine unchanged, and puts the parameters there as well."""
 OURS = "kvbridge"
-"""Member of the parameters with the values of kvbridge."""
-NOT_SHARED = (
-    *("max_tokens", "max_completion_tokens", "stream"),
-    *("stream_options", "min_tokens", "min_completion_tokens"),
-)
-"""Members about streams and longer answers: prefill is told otherwise, or would refuse them."""
+"""kvbridge's section of the parameters."""
+NOT_SHARED = ("max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens", "min_completion_tokens")
+"""Members for decode only: prefill answers one token without a stream, and would refuse some of these."""
 LOOKED_AT = frozenset(
     {"prompt", "messages", "stream", "n", "best_of", "use_beam_search", "echo", "prompt_logprobs", EXTRA_ARGUMENTS}
 )
 MOST_VALUES = 1_500_000
-"""Values in one body: they take the time of the event loop, and memory many times their length. Prompts of a million tokens, as
-numbers or as texts, are below this limit."""
-_OPENED = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*(\})?")
-_QUOTE = re.compile(r"[ \t\n\r]*\"")
-_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
-_FOLLOWING = re.compile(r"[ \t\n\r]*([,}])")
-_END = re.compile(r"[ \t\n\r]*\Z")
+"""Limit of values in one body, because values take time of the event loop and many times the memory of their text. Prompts of a
+million tokens, as numbers or as texts, are below it."""
+BLANK = " \t\n\r"
 _SCANNER = json.JSONDecoder()
 TEXT_BYTES_PER_TOKEN = 4
 OTHER_PART_TOKENS = 1_000
-"""Estimate for a picture, or anything else that is no text."""
+"""Estimated tokens of a picture, or of any other part that is no text."""
 
-HOLD: Mapping[str, Any] = {
+HOLD: Params = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     # Connectors other than ours ask for these.
@@ -52,33 +44,31 @@ HOLD: Mapping[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""To prefill, in plain order."""
+"""Parameters for prefill in plain order."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A client's request. Its body is kept as it came, in parts, and not as objects, which take many times as much."""
+    """A client's request. The body stays text, because its objects would take many times the memory."""
 
     path: str
     headers: Mapping[str, str]
-    """Headers that are passed on."""
+    """Headers for the servers."""
     shared: bytes
-    """The beginning of both bodies: the members that both servers are sent."""
+    """The beginning of both bodies: the members that both servers get."""
     for_decode_only: bytes
     for_prefill_only: bytes
     stream: bool
     size: int
-    """Tokens of its prompt, estimated; at least one."""
+    """Estimated tokens of the prompt, at least 1."""
     decode_alone: str
-    """Why decode computes the prompt itself; empty where prefill does.
-
-    A room is for one request of the engine, used once, and what is loaded from it has no logits.
-    """
+    """Reason why decode computes the prompt itself; empty: prefill computes it. A room serves one request of an engine once, and
+    a prompt that is loaded from a room has no logits."""
 
     @classmethod
     def read(cls, path: str, content: bytes, headers: Mapping[str, str]) -> Asked:
         """Read a request. Raises InvalidInputError."""
-        # They are counted in texts, too: that costs a hundredth of what reading so many of them costs.
+        # Commas and brackets inside of texts count as well. Counting costs a hundredth of reading so many values.
         if len(content) > MOST_VALUES and len(content) - len(content.translate(None, b",[{")) > MOST_VALUES:
             raise InvalidInputError(
                 f"the body has more than {MOST_VALUES} values: commas, brackets and braces are counted; send a shorter prompt, or "
@@ -108,15 +98,15 @@ class Asked:
             decode_alone=_decode_alone(values),
         )
 
-    def for_prefill(self, params: Mapping[str, Any]) -> Body:
-        """Return what prefill is asked: the first token, at once, with the blocks held."""
+    def for_prefill(self, params: Params) -> Body:
+        """Return the body for prefill, which asks for the first token alone."""
         return self._body(self.for_prefill_only, params)
 
-    def for_decode(self, params: Mapping[str, Any] | None) -> Body:
-        """Return what decode is asked: what the client has asked, and where the KV cache is, unless it computes that itself."""
+    def for_decode(self, params: Params | None) -> Body:
+        """Return the body for decode. Without `params` decode computes the prompt itself."""
         return self._body(self.for_decode_only, params)
 
-    def _body(self, own: bytes, params: Mapping[str, Any] | None) -> Body:
+    def _body(self, own: bytes, params: Params | None) -> Body:
         ours = _written({PARAMS: json.dumps(params).encode()}) if params else b""
         rest = b",".join(filter(None, (own, ours)))
         separator = b"," if rest and len(self.shared) > 1 else b""
@@ -128,35 +118,23 @@ def _written(members: Mapping[str, bytes]) -> bytes:
 
 
 def _members(content: bytes) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Return the text of each member of an object, and the value of those that are looked at. Of equal names the last one counts.
+    """Return each member of a JSON object as its text, and the values of `LOOKED_AT`. The last of several equal names counts.
 
     Raises ValueError and RecursionError.
     """
-    text = content.decode(json.detect_encoding(content), "surrogatepass")
-    texts: dict[str, bytes] = {}
-    values: dict[str, Any] = {}
-    opened = _match(_OPENED, text, 0)
-    place, more = opened.end(), not opened[1]
-    while more:
-        name, place = json.decoder.scanstring(text, _match(_QUOTE, text, place).end())  # type: ignore[attr-defined]  # typeshed lacks it
-        begin = _match(_COLON, text, place).end()
-        try:
-            value, end = _SCANNER.scan_once(text, begin)  # type: ignore[attr-defined]  # as above
-        except StopIteration as stopped:
-            raise ValueError(f"no value at character {stopped.value}") from None
-        texts[name] = text[begin:end].encode("utf-8", "surrogatepass")
-        if name in LOOKED_AT:
-            values[name] = value
-        following = _match(_FOLLOWING, text, end)
-        place, more = following.end(), following[1] == ","
-    _match(_END, text, place)
-    return texts, values
 
+    def scan(text: str, begin: int) -> tuple[tuple[str, Any], int]:
+        value, end = _SCANNER.scan_once(text, begin)  # type: ignore[attr-defined]  # typeshed lacks it
+        return (text[begin:end], value), end
 
-def _match(expected: re.Pattern[str], text: str, place: int) -> re.Match[str]:
-    if (found := expected.match(text, place)) is None:
-        raise ValueError(f"something else is expected at character {place}")
-    return found
+    text = content.decode(json.detect_encoding(content), "surrogatepass").strip(BLANK)
+    if not text.startswith("{"):
+        raise ValueError("it does not begin with '{'")
+    pairs, end = json.decoder.JSONObject((text, 1), True, scan, None, list)  # type: ignore[attr-defined]  # as above
+    if end < len(text):
+        raise ValueError(f"something follows the object at character {end}")
+    texts = {name: member.encode("utf-8", "surrogatepass") for name, (member, _) in pairs}
+    return texts, {name: value for name, (_, value) in pairs if name in LOOKED_AT}
 
 
 def _decode_alone(values: Mapping[str, Any]) -> str:
@@ -171,7 +149,7 @@ def _decode_alone(values: Mapping[str, Any]) -> str:
 
 
 def paired_params(room: int, addresses: Any) -> tuple[Params, Params]:  # noqa: ANN401 - passed on as they are
-    """Return the parameters for prefill and for decode under one room, a string, since many read numbers as doubles."""
+    """Return the parameters for prefill and for decode. The room is a string, because many parsers read numbers as doubles."""
     named = {"room": str(room)}
     return (
         {"do_remote_decode": True, "do_remote_prefill": False, OURS: named},
@@ -181,33 +159,26 @@ def paired_params(room: int, addresses: Any) -> tuple[Params, Params]:  # noqa: 
 
 @dataclass(frozen=True)
 class HeldPrompt:
-    """The answer of prefill."""
+    """Prefill's answer."""
 
     params: Mapping[str, Any] | None
-    """For decode as they are; None: it holds nothing."""
+    """Parameters that decode is sent unchanged. None: prefill holds nothing."""
+    addresses: Any = None
+    """Addresses at which decode reaches the prefill node. None: another connector has answered."""
+    room: Any = None
+    """Room that holds the prompt, as a string."""
 
     @classmethod
     def read(cls, content: bytes) -> HeldPrompt:
-        """Read an answer. Raises ValueError when it is none."""
+        """Read an answer. Raises ValueError when the answer is no JSON object."""
         answer = json.loads(content)
         if not isinstance(answer, dict):
             raise ValueError("no JSON object")  # noqa: TRY004 - it came over a socket
         params = answer.get(PARAMS)
-        return cls(params if isinstance(params, dict) else None)
-
-    @property
-    def _ours(self) -> Mapping[str, Any]:
-        ours = (self.params or {}).get(OURS)
-        return ours if isinstance(ours, dict) else {}
-
-    @property
-    def addresses(self) -> Any:  # noqa: ANN401
-        """Where decode reaches the node; None when another connector has answered."""
-        return self._ours.get("prefill") or None
-
-    def is_in(self, room: int) -> bool:
-        """Whether it is held in this room."""
-        return self._ours.get("room") == str(room)
+        if not isinstance(params, dict):
+            return cls(None)
+        ours = params.get(OURS)
+        return cls(params, ours.get("prefill") or None, ours.get("room")) if isinstance(ours, dict) else cls(params)
 
 
 def _tokens(asked: Any) -> int:  # noqa: ANN401 - from a client

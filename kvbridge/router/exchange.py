@@ -1,10 +1,10 @@
-"""The router: one request's way through a prefill and a decode server, and how many requests may be under way.
+"""The router: a request's way through a prefill and a decode server, and the limit of requests under way.
 
-Until a client has had a byte, a failure is an attempt that did not succeed: both requests of the attempt are closed, which has the
-engines give up what they did for it, and then another server is tried, under another room. Later failures are told to the client.
+A failure before the client's first byte ends an attempt: the router closes both requests, so the engines abort the room, and tries
+another server under another room. Later failures are reported to the client.
 
-A request may be what ends its server, so it visits few: three attempts in all, and one more at most once a connection has broken,
-or a server that had it is not well any more. Where nobody listens nothing was sent, so that does not count.
+A request may crash its server, so it visits few servers: three attempts in all, and at most one more after a connection has broken
+or a server that had the request is not well any more. An attempt where nobody listens does not count, because nothing was sent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,9 +24,8 @@ from kvbridge.config.schema import DispatchOrder, RouterConfig
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.process import monotonic
-from kvbridge.router.bodies import HOLD, Asked, HeldPrompt, paired_params
-from kvbridge.router.servers import Server, Servers
-from kvbridge.router.upstream import OpenAiServers, UpstreamError
+from kvbridge.router.bodies import HOLD, Asked, HeldPrompt, Params, paired_params
+from kvbridge.router.servers import OpenAiServers, Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
 from kvbridge.telemetry.registry import Metrics
@@ -34,39 +33,36 @@ from kvbridge.telemetry.registry import Metrics
 log = structlog.get_logger(__name__)
 
 ResultT = TypeVar("ResultT")
-Params = Mapping[str, Any]
-"""`kv_transfer_params`."""
-
 ATTEMPTS = 3
 DEADLY = frozenset({"broken", "health"})
 """Failures that the request itself may have caused."""
 ERROR_EVENT = b'data: {"error"'
 EVENT_END = b"\n\n"
 LONGEST_FIRST = 1 << 20
-"""Bytes of a stream's first two events at most: an error of the engine is shorter."""
+"""Limit of bytes that are searched for a stream's first two events: an error of the engine is shorter."""
 UNCOUNTED_BYTES = 256 << 10
-"""First bytes of each body, which the number of requests bounds: short bodies are read where long ones have taken everything."""
+"""First bytes of each body, which `limit_bytes` does not count, so that long bodies keep no short one out."""
 
 
 @dataclass
 class Answer:
-    """The answer for the client: of decode, or of prefill when that says that the client is wrong."""
+    """The answer for the client: decode's, or prefill's when prefill says that the client is wrong."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
     first: bytes
     rest: AsyncIterator[bytes]
-    """Pieces behind the first. Raises UpstreamError and DeadlineError."""
+    """Further pieces. Raises PeerError and DeadlineError."""
     order: str
 
 
 class FailedAttemptError(PeerError):
-    """An attempt has failed; another one may not."""
+    """An attempt has failed; another attempt may succeed."""
 
     def __init__(
         self, server: Server, reason: str, message: str, *, avoid: bool = True, answer: Answer | None = None
     ) -> None:
-        """`reason` is a word for metrics; `avoid`: the next attempt goes elsewhere; `answer`: what the server says of its load."""
+        """`reason`: label for metrics. `avoid`: the next attempt goes elsewhere. `answer`: a busy server's answer."""
         super().__init__(f"{server}: {message}")
         self.server = server
         self.reason = reason
@@ -75,7 +71,7 @@ class FailedAttemptError(PeerError):
 
 
 class Router:
-    """Carries requests through."""
+    """Passes requests to servers, and their answers back."""
 
     def __init__(
         self,
@@ -94,9 +90,9 @@ class Router:
         self._seldom = seldom
         self._draining = False
         self._ended = asyncio.Event()
-        """Set when the router is draining and the last request has ended."""
+        """Set when the last request of a draining router has ended."""
         self.cut_off = asyncio.Event()
-        """Set when answers under way are to be cut off."""
+        """Set by `end`: answers under way are cut off."""
         self.under_way = 0
         self._held_bytes = 0
 
@@ -104,9 +100,9 @@ class Router:
 
     @contextmanager
     def place(self) -> Iterator[Callable[[int], None]]:
-        """Take a place for a request, before its body is read. Yield a function that is told how many bytes of the body came.
+        """Take a place for a request before its body is read. Yield a function that takes the length of each piece of the body.
 
-        Both raise CapacityError, and NotReadyError when the router is ending.
+        Raises NotReadyError when the router is ending. This and the function raise CapacityError.
         """
         if self._draining:
             raise NotReadyError("the router is ending: ask another one, or again when it is back")
@@ -141,7 +137,7 @@ class Router:
                 self._ended.set()
 
     async def drain(self, limit_s: float) -> None:
-        """Take no request more, and let answers end; those that do not end in time are told why they end here."""
+        """Accept no more requests, and wait until the answers under way have ended, or for `limit_s`."""
         self._draining = True
         try:
             async with asyncio.timeout(limit_s):
@@ -151,7 +147,7 @@ class Router:
             log.warning("answers_cut_off", answers=self.under_way, limit_s=limit_s)
 
     def end(self) -> None:
-        """Cut off what is under way."""
+        """Cut off the answers under way."""
         self._draining = True
         self.cut_off.set()
 
@@ -163,14 +159,14 @@ class Router:
 
     @asynccontextmanager
     async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
-        """Yield an answer whose first bytes are there; whatever is under way for the request ends with the context.
+        """Yield an answer whose first bytes have come. All calls for the request end with the context.
 
-        Raises NotReadyError when nobody can serve it, PeerError when the attempts have failed, DeadlineError.
+        Raises NotReadyError when no server can take the request, PeerError when the attempts have failed, DeadlineError.
         """
         begun_s, order, outcome = monotonic(), "none", "client_left"
         try:
             async with AsyncExitStack() as stack:
-                found = await self._in_time(asked, stack)
+                found = await self._answer_in_time(asked, stack)
                 order = found.order
                 self._metrics.observe(FIRST_BYTE, monotonic() - begun_s, order)
                 yield found
@@ -184,7 +180,7 @@ class Router:
             self._metrics.count(ROUTED, order, outcome)
 
     async def models(self, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Return what a decode server says of its models: status, body. Raises BridgeError."""
+        """Return status and body of a decode server's list of models. Raises BridgeError."""
         _, server = self.servers.choose_pair(alone=True)
         limit_s = self.config.timeouts.health_s
         with self.place():
@@ -193,10 +189,10 @@ class Router:
                     return found.status, await found.read()
             except TimeoutError:
                 raise DeadlineError(
-                    f"{server} did not say all of its models within {limit_s:g} s (timeouts.health_s)"
+                    f"{server} did not list its models within {limit_s:g} s (timeouts.health_s)"
                 ) from None
 
-    async def _in_time(self, asked: Asked, stack: AsyncExitStack) -> Answer:
+    async def _answer_in_time(self, asked: Asked, stack: AsyncExitStack) -> Answer:
         limit_s = self.config.timeouts.first_byte_s
         try:
             async with asyncio.timeout(limit_s):
@@ -240,7 +236,7 @@ class Router:
         raise PeerError(f"nothing was answered, and {len(failures)} attempts have failed: {tried}")
 
     def _blamed(self, failure: FailedAttemptError, prefill: Server | None, avoid: set[Server]) -> set[Server]:
-        """Return who is not asked again. Where decode is the only one left, maybe it could not load what prefill held."""
+        """Return the servers to avoid. When the only decode server fails, maybe it could not load what prefill held."""
         failed = failure.server
         others = any(not one.problem for one in set(self.servers.of(failed.role)) - avoid - {failed})
         if failed.role is Role.DECODE and failure.reason in {"status", "broken"} and prefill is not None and not others:
@@ -255,7 +251,7 @@ class Router:
 
 
 class Attempt:
-    """One try of one request: one request to a prefill server at most, and one at a time to a decode server."""
+    """One attempt at a request: at most one call of a prefill server, and one at a time of a decode server."""
 
     def __init__(self, router: Router, asked: Asked, decode: Server) -> None:
         self._router = router
@@ -263,15 +259,15 @@ class Attempt:
         self._decode_server = decode
         self._tasks: list[asyncio.Task[Any]] = []
         self._open = AsyncExitStack()
-        """The request to decode, while its answer is read."""
+        """The call of decode, while its answer is read."""
 
     async def close(self) -> None:
-        """Close the requests that are under way. Harmless when none is."""
+        """Close the calls under way. Harmless when there are none."""
         await _end(*self._tasks)
         await self._open.aclose()
 
     async def run(self, prefill: Server | None) -> Answer:
-        """Return an answer whose first bytes are there. Raises FailedAttemptError."""
+        """Return an answer whose first bytes have come. Raises FailedAttemptError."""
         if prefill is None:
             return await self._decode(None, "decode_alone")
         if self._router.config.order is DispatchOrder.PAIRED and prefill.pairs and prefill.addresses is not None:
@@ -292,15 +288,15 @@ class Attempt:
         if decoding.done() and (decoding.exception() is None or not prefilling.done()):
             prefilling.add_done_callback(lambda done: _learn_late(prefill, done))
             return decoding.result()
-        held = prefilling.result()  # where both have failed, decode has because prefill has
+        held = prefilling.result()  # when both have failed, decode failed because prefill did
         if isinstance(held, Answer):
             return held
         prefill.addresses = held.addresses
-        if held.is_in(room) and held.addresses == told:
-            return await decoding
-        if held.is_in(room):
+        if held.room == str(room):
+            if held.addresses == told:
+                return await decoding
             raise FailedAttemptError(prefill, "moved", "it has other addresses now", avoid=False)
-        # It does not take rooms from us, or holds nothing: what it says is good all the same.
+        # The server does not take rooms from us, or holds nothing. Its parameters are valid all the same.
         prefill.pairs = held.addresses is None
         await self.close()
         return await self._decode(held.params, "plain")
@@ -351,7 +347,7 @@ class Attempt:
             yield chunk
 
     async def _unless_lost(self, server: Server, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Return what `work` returns, unless the server's health says that it will not answer."""
+        """Return the result of `work`, unless health checks say meanwhile that the server is lost."""
         working, lost = asyncio.create_task(work), asyncio.create_task(server.lost.wait())
         try:
             await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
@@ -373,31 +369,29 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 
 
 def _learn_late(prefill: Server, done: asyncio.Task[HeldPrompt | Answer]) -> None:
-    """Learn from an answer of prefill that came after that of decode. A failure concerns nobody any more."""
+    """Take the addresses from an answer of prefill that came after decode's. Nobody waits for its failure any more."""
     if not done.cancelled() and done.exception() is None and isinstance(held := done.result(), HeldPrompt):
         prefill.addresses = held.addresses
 
 
 def _is_clients_mistake(status: int) -> bool:
-    """Whether a status says that the client is wrong, which another server would say as well."""
+    """Whether a status says that the client is wrong. Another server would say the same."""
     return 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS
 
 
 def _unless_failed(server: Server, answer: Answer) -> Answer:
-    """Return an answer that is no success when it is for the client. Raises FailedAttemptError."""
+    """Return an unsuccessful answer that is for the client; for any other, raise FailedAttemptError."""
     if _is_clients_mistake(answer.status):
         return answer
-    shown = answer.first[:300].decode(errors="replace").strip()
-    why = f"answered {answer.status}: {shown or 'without a word'}"
-    if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
-        raise FailedAttemptError(server, "busy", why, answer=answer)
-    raise FailedAttemptError(server, "status", why)
+    why = f"answered {answer.status}: {answer.first[:300].decode(errors='replace').strip() or 'without a word'}"
+    busy = answer.status == HTTPStatus.TOO_MANY_REQUESTS
+    raise FailedAttemptError(server, "busy" if busy else "status", why, answer=answer if busy else None)
 
 
 async def _first_of(server: Server, chunks: AsyncIterator[bytes], *, stream: bool) -> bytes:
-    """Return the beginning of an answer: of a stream two events, since the first of a chat only says whose turn it is.
+    """Return the beginning of an answer. Of a stream these are two events, because a chat's first event only names the speaker.
 
-    An engine that fails before the first token says so in one of them, under a status that promised success.
+    An engine that fails before the first token reports the error in one of them, under a status that promised success.
     """
     first = b""
     async for chunk in chunks:
@@ -413,7 +407,7 @@ async def _first_of(server: Server, chunks: AsyncIterator[bytes], *, stream: boo
 
 
 def _server_error(text: bytes) -> str:
-    """Return what an event says of the server's failure; empty when it is the client's."""
+    """Return the server's failure that an event reports; empty when the failure is the client's."""
     try:
         error = json.loads(text)["error"]
         return "" if _is_clients_mistake(int(error.get("code") or 500)) else str(error.get("message") or error)

@@ -1,32 +1,46 @@
-"""The prefill and decode servers: which are well, what they are doing, which one is next, and who asks how they are.
+"""The prefill and decode servers: calls of them, their health, and the choice of the next one.
 
-Load is counted in prompt tokens of requests under way, estimated: one long prompt keeps a prefill server busier than many short
+Load is the estimated number of prompt tokens of requests under way: one long prompt keeps a prefill server busier than many short
 ones, and takes as much of a decode server's cache.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
+import aiohttp
+import httpx
 import structlog
+from httpx_aiohttp import AiohttpTransport
 
+from kvbridge.api.client import is_refused_connection, is_timeout
 from kvbridge.api.directory import InstanceView
 from kvbridge.config.schema import RouterTimeouts
-from kvbridge.core.errors import BridgeError, NotReadyError
+from kvbridge.core.errors import BridgeError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
+from kvbridge.router.bodies import Asked, Body
 
 log = structlog.get_logger(__name__)
 
 LOST_AFTER = 3
-"""Checks of a server's health that fail in a row before requests that wait for its first byte are taken away from it. One failure
-keeps new requests away: a server may be busy for a while."""
+"""Failed health checks in a row after which requests that wait for a server's first byte are tried elsewhere. One failed check only
+keeps new requests away, because a server may be busy for a while."""
 RETRY_AFTER_S = 2.0
 SHOWN = 8
 """Servers that one error names."""
+CONNECT_S = 3.0
+"""Longest wait for a server to accept a connection."""
+KEPT_S = 2.0
+"""Time that an idle connection is kept. Servers keep theirs longer, so none is used at the moment at which its server closes it."""
+PIECE_BYTES = 256 << 10
+NOT_PASSED_BACK = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
+"""Headers of one connection, and those that our own server sets."""
 
 
 @dataclass(eq=False)
@@ -36,28 +50,28 @@ class Server:
     role: Role
     url: str
     addresses: Any = None
-    """Where decode reaches a prefill server's node, as it has told it; None: no answer has told it yet."""
+    """Addresses of a prefill server's node for decode, from an answer of the server; None: no answer has named them yet."""
     pairs: bool = True
-    """Whether it takes the room that a request names, as far as is known."""
+    """Whether it accepts the room that a request names, as far as is known."""
     outstanding: int = 0
     """Requests under way."""
     load: int = 0
-    """Prompt tokens of these, estimated."""
+    """Estimated prompt tokens of these requests."""
     turn: int = 0
-    """When it was chosen last: of equals the one that has waited longest is next."""
+    """Number of the choice that chose it last. Of equal servers the one that has waited longest is next."""
     problem: str = "its health is not known yet"
-    """Why no request is sent there; empty: it is well."""
+    """Reason why it gets no request; empty: it is well."""
     failures: int = 0
-    """Checks of its health that have failed since the last good one."""
+    """Failed health checks since the last good one."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when callers that wait for a first byte had better ask another server. There is a new one with the next good check."""
+    """Set when callers that wait for a first byte should ask another server. The next good check makes a new event."""
 
     def __str__(self) -> str:
         return f"{self.role} server {self.url}"
 
     @contextmanager
     def serving(self, size: int) -> Iterator[None]:
-        """Count a request of so many prompt tokens while it is under way there."""
+        """Count a request of `size` prompt tokens as under way inside the block."""
         self.outstanding += 1
         self.load += size
         try:
@@ -67,22 +81,22 @@ class Server:
             self.load -= size
 
     def is_well(self) -> bool:
-        """Note a good check of its health. Return whether that is news."""
+        """Note a good health check. Return whether the server was not well before."""
         news, self.problem, self.failures = bool(self.problem), "", 0
         if self.lost.is_set():
             self.lost = asyncio.Event()
         return news
 
     def is_ill(self, problem: str) -> bool:
-        """Note a failed check of its health. Return whether that is news."""
+        """Note a failed health check. Return whether the server was well before."""
         self.failures += 1
         if self.failures >= LOST_AFTER:
             self.lost.set()
         return self.is_gone(problem)
 
     def is_gone(self, problem: str) -> bool:
-        """Send no request there before its next good check. Return whether that is news."""
-        # A server that is started there next has other addresses, and may be another release.
+        """Send no request there before the next good check. Return whether the server was well before."""
+        # The next server that starts at this URL has other addresses, and may be another release.
         news, self.problem, self.addresses, self.pairs = not self.problem, problem, None, True
         return news
 
@@ -95,7 +109,7 @@ class Servers:
         self._turns = 0
 
     def use(self, role: Role, urls: Iterable[str]) -> None:
-        """Have these servers and no others. Requests under way at a server that is left out go on."""
+        """Use these servers and no others. Requests under way at a server that is left out go on."""
         known = self._by_role[role]
         self._by_role[role] = {url: known.get(url) or Server(role, url) for url in urls}
 
@@ -108,9 +122,9 @@ class Servers:
         return [server for role in Role for server in self.of(role)]
 
     def choose_pair(self, avoid: Collection[Server] = (), *, alone: bool = False) -> tuple[Server | None, Server]:
-        """Return a prefill and a decode server, `alone`: only the latter. Servers to avoid have failed this request already.
+        """Return a prefill server, or None with `alone`, and a decode server. Those in `avoid` have failed this request already.
 
-        One process that has both roles does not send to itself: it decodes alone when there is no other. Raises NotReadyError.
+        A process of both roles is no pair with itself: it decodes alone when there is no other. Raises NotReadyError.
         """
         prefill = None if alone else self._choose(Role.PREFILL, avoid)
         others = [one for one in self.of(Role.DECODE) if prefill is not None and one.url == prefill.url]
@@ -120,7 +134,6 @@ class Servers:
             return None, self._choose(Role.DECODE, avoid)
 
     def _choose(self, role: Role, avoid: Collection[Server]) -> Server:
-        """Return the server with the least under way."""
         candidates = [one for one in self.of(role) if not one.problem and one not in avoid]
         if not candidates:
             raise NotReadyError(self._obstacle(role), retry_after_s=RETRY_AFTER_S)
@@ -130,7 +143,7 @@ class Servers:
         return chosen
 
     def obstacles(self) -> tuple[str, ...]:
-        """Return why requests cannot be served now; empty when each role has a server that is well."""
+        """Return why requests cannot be served now; empty when a server of each role is well."""
         return tuple(self._obstacle(role) for role in Role if all(one.problem for one in self.of(role)))
 
     def _obstacle(self, role: Role) -> str:
@@ -140,34 +153,141 @@ class Servers:
         return f"no {role} server is well: " + "; ".join(f"{one.url}: {one.problem}" for one in servers[:SHOWN])
 
 
-Listing = Callable[[], Awaitable[tuple[InstanceView, ...]]]
+class UpstreamError(PeerError):
+    """A server could not be reached, or its answer broke off."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        """`refused`: no connection was made, so nothing was sent."""
+        super().__init__(message)
+        self.refused = refused
+
+
+class UpstreamAnswer:
+    """An answer whose status and headers have come."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self.status = response.status_code
+        raw = [(name.lower(), value) for name, value in response.headers.raw]
+        self.headers = [(name, value) for name, value in raw if name not in NOT_PASSED_BACK]
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body in pieces as they come. Raises UpstreamError."""
+        request = self._response.request
+        with _failures_named(request.method, str(request.url)):
+            async for chunk in self._response.aiter_raw():
+                yield chunk
+
+    async def read(self) -> bytes:
+        """Return the body. Raises UpstreamError."""
+        return b"".join([chunk async for chunk in self.chunks()])
+
+
+class OpenAiServers:
+    """The connections to all servers.
+
+    A connection is closed unless its answer was read to the end: an engine takes that as a sign that nobody wants the rest.
+    """
+
+    def __init__(self, timeouts: RouterTimeouts) -> None:
+        self._timeouts = timeouts
+        # Without a limit: the router's own limit bounds the requests.
+        limits = httpx.Limits(max_connections=0, keepalive_expiry=KEPT_S)
+        self._transport = AiohttpTransport(verify=ssl.create_default_context(), limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()
+
+    @asynccontextmanager
+    async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[UpstreamAnswer]:
+        """Send a request; the caller limits the time of its answer. Raises UpstreamError."""
+        headers = {**asked.headers, "content-type": "application/json", "content-length": str(sum(map(len, body)))}
+        async with self._open("POST", f"{url}{asked.path}", headers, content=_pieces(body)) as answer:
+            yield answer
+
+    @asynccontextmanager
+    async def get(self, url: str, headers: dict[str, str]) -> AsyncIterator[UpstreamAnswer]:
+        """Get a page; each part of it has to come within `timeouts.health_s`. Raises UpstreamError."""
+        async with self._open("GET", url, headers, read_s=self._timeouts.health_s) as answer:
+            yield answer
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        method: str,
+        url: str,
+        headers: dict[str, str],
+        *,
+        content: AsyncIterator[bytes] | None = None,
+        read_s: float | None = None,
+    ) -> AsyncIterator[UpstreamAnswer]:
+        times = httpx.Timeout(read_s, connect=min(CONNECT_S, read_s or CONNECT_S)).as_dict()
+        headers = {**headers, "accept-encoding": "identity"}  # the client may be unable to read another encoding
+        with _failures_named(method, url):
+            request = httpx.Request(method, url, content=content, headers=headers, extensions={"timeout": times})
+            response = await self._transport.handle_async_request(request)
+        response.request = request
+        try:
+            yield UpstreamAnswer(response)
+        finally:
+            await response.aclose()
+
+
+async def _pieces(body: Body) -> AsyncIterator[bytes]:
+    """Yield a body in pieces, because a connection buffers each piece whole."""
+    for part in body:
+        for start in range(0, len(part), PIECE_BYTES):
+            yield part[start : start + PIECE_BYTES]
+
+
+@contextmanager
+def _failures_named(method: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except (httpx.HTTPError, aiohttp.ClientError, OSError, httpx.InvalidURL, ValueError) as error:
+        refused = True
+        if isinstance(error, httpx.InvalidURL | ValueError):  # httpx, aiohttp and the look-up of names refuse the URL
+            why = f": nobody can ask there: {type(error).__name__}: {error}"
+        elif is_refused_connection(error):
+            why = ": nobody listens there"
+        elif isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            why = f": no connection was made: {error.__cause__}"
+        else:
+            refused = False
+            if isinstance(error, httpx.HTTPError) and is_timeout(error):
+                why = " was not answered in time"
+            else:
+                why = f" was not answered to the end: {str(error) or type(error.__cause__ or error).__name__}"
+        path = url.partition("://")[2].partition("/")[2]
+        raise UpstreamError(f"{method} /{path}{why}", refused=refused) from error
 
 
 class ServerWatch:
-    """Asks each server for its health, and a directory for the servers where there is one.
+    """Checks the health of each server, and asks a directory for the servers where there is one.
 
-    Each server is asked by itself, so one that hangs keeps nobody from hearing of the others. When the directory does not answer,
-    the servers that it named last stay in use.
+    Each server has a task of its own, so a server that hangs delays no other check. While the directory does not answer, the
+    servers that it named last stay in use.
     """
 
     def __init__(
         self,
         servers: Servers,
-        check: Callable[[str], Awaitable[str]],
+        upstream: OpenAiServers,
         timeouts: RouterTimeouts,
-        listings: Iterable[Listing] = (),
+        listings: Iterable[Callable[[], Awaitable[tuple[InstanceView, ...]]]] = (),
     ) -> None:
-        """`check` is given a server's URL and returns why it is not well, empty when it is. `listings` asks each replica."""
+        """`listings`: one function for each replica of the directory, which asks the replica for its instances."""
         self._servers = servers
-        self._check = check
+        self._upstream = upstream
         self._timeouts = timeouts
         self._listings = tuple(listings)
         self._watched: dict[Server, asyncio.Task[None]] = {}
         self.problem = "the directory has not been read yet" if self._listings else ""
-        """Why the servers are those that the directory named last; empty when they are up to date."""
+        """Reason why the directory's last answer may be out of date; empty when it is not."""
 
     def follow(self) -> None:
-        """Begin with the servers that are new, and stop with those that have been left out."""
+        """Start to check new servers, and stop checking servers that have been left out."""
         present = set(self._servers.all())
         for server in self._watched.keys() - present:
             self._watched.pop(server).cancel()
@@ -175,7 +295,7 @@ class ServerWatch:
             self._watched[server] = asyncio.create_task(self._watch(server), name=f"health of {server}")
 
     async def close(self) -> None:
-        """Stop asking."""
+        """Stop all checks."""
         tasks = list(self._watched.values())
         for task in tasks:
             task.cancel()
@@ -187,13 +307,19 @@ class ServerWatch:
             await asyncio.sleep(self._timeouts.health_interval_s)
 
     async def look(self, server: Server) -> None:
-        """Ask a server once."""
+        """Check a server's health once."""
         try:
-            async with asyncio.timeout(self._timeouts.health_s):
-                problem = await self._check(server.url)
+            async with (
+                asyncio.timeout(self._timeouts.health_s),
+                self._upstream.get(f"{server.url}/health", {}) as answer,
+            ):
+                await answer.read()
+                problem = "" if answer.status == HTTPStatus.OK else f"/health answered {answer.status}"
+        except UpstreamError as error:
+            problem = str(error)
         except TimeoutError:
             problem = f"/health was not answered within {self._timeouts.health_s:g} s (timeouts.health_s)"
-        except Exception as error:  # noqa: BLE001 - a URL comes from a node: one that nobody can ask must not end the asking
+        except Exception as error:  # noqa: BLE001 - a node names the URL: no URL may end the checks
             problem = f"it cannot be asked: {type(error).__name__}: {error}"
         if not problem and server.is_well():
             log.info("server_is_well", peer_role=server.role.value, url=server.url)
@@ -216,7 +342,8 @@ class ServerWatch:
                 problems.append(str(error) if isinstance(error, BridgeError) else f"{type(error).__name__}: {error}")
                 continue
             for role in Role:
-                self._servers.use(role, _engines_of(instances, role))
+                ready = [node for one in instances if one.role is role and one.ready for node in one.nodes]
+                self._servers.use(role, [node.engine_url.rstrip("/") for node in ready if node.engine_url])
             self.follow()
             self.problem = ""
             return
@@ -224,9 +351,3 @@ class ServerWatch:
         if problem != self.problem:
             log.warning("directory_away", effect="the servers that it named last stay in use", reason=problem)
         self.problem = problem
-
-
-def _engines_of(instances: Iterable[InstanceView], role: Role) -> tuple[str, ...]:
-    """Return the engines of a role's ready instances, as far as their nodes tell where those answer."""
-    found = (node.engine_url for one in instances if one.role is role and one.ready for node in one.nodes)
-    return tuple(dict.fromkeys(url.rstrip("/") for url in found if url))

@@ -15,8 +15,8 @@ import torch
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
-from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.memory import adopted_region
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.pool.memory.layout import RankPart
 from tests.gpu.test_cuda_daemons import all_free, on_devices

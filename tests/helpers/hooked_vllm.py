@@ -30,7 +30,6 @@ from kvbridge.engine.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.engines import Engines
-from kvbridge.pool.memory.pools import MappedRegions
 from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import GEOMETRY, PAGE, R0
 from tests.helpers.vllm_links import attach
@@ -175,7 +174,7 @@ class Node:
         link._numbers, link._events, link._posted, link._overflowed = itertools.count(1), deque(), {}, False
         answer = link.call(Attach(call=link.number(), role=self.role, ranks=(), features=FEATURES), Attached)
         kind = PrefillEngine if self.role is Role.PREFILL else DecodeEngine
-        return kind(link, answer, EngineMemory(answer, MappedRegions(()), {}), StreamOrder({}), workers=())
+        return kind(link, answer, EngineMemory(answer, {}, None, None), StreamOrder({}), workers=())
 
     def endpoint(self) -> Any:
         """Where decode reaches it."""

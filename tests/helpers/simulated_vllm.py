@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.kit.transfers import Reports, StepMetadata, prompt_digest
+from kvbridge.engine.kit.transfers import ServedRole, StepMetadata, prompt_digest
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
 from kvbridge.engine.vllm.processes import Scheduler
@@ -105,7 +105,7 @@ class Engine:
             self.scheduler.prefill = rooms
         else:
             self.scheduler.decode = rooms
-        self.reports = Reports()
+        self.reports = ServedRole(rooms.role, lambda: None)
         """Of worker 0."""
         self.closed: list[list[str]] = [[] for _ in range(ranks)]
         """What each worker has yet to say of nodes that it moves nothing for any more."""
@@ -191,8 +191,7 @@ class Engine:
         self.events.clear()
         self.reports.start(metadata)
         self.forward()
-        results, unfilled = self.reports.results(), self.reports.unfilled_blocks()
-        self.update(results.sent, results.received, unfilled)
+        self.update(*self.reports.results(), self.reports.unfilled_blocks())
         for rank, closed in enumerate(self.closed):
             self.scheduler.closed(rank, self.rooms.role, closed)
             closed.clear()
@@ -317,7 +316,7 @@ class Engine:
 
     # ------------------------------------------------------------------ what vLLM makes of a step's output
 
-    def update(self, sent: frozenset[str], received: frozenset[str], unfilled: set[int]) -> None:
+    def update(self, sent: set[str], received: set[str], unfilled: set[int]) -> None:
         for name in [one for one in self.scheduled if one in self.running]:
             job = self.requests[name]
             done = job.computed == len(job.labels)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvbridge.core.ids import MemoryKind
-from kvbridge.engine import base
+from kvbridge.engine import memory
 from kvbridge.pool.memory.pools import MappedRegions
 from tests.helpers.stand_in_cuda import cuda_stand_in
 
@@ -33,7 +33,7 @@ class SeenFromTheHost(MappedRegions):
 def prepare(replace: Callable[[object, str, object], object] = setattr) -> cuda_stand_in.Runtime:
     """Have this process use the stand-in as an engine; `replace` sets an attribute (`monkeypatch.setattr` undoes it again)."""
     torch.set_num_threads(1)  # several, on few cores, wait for one another
-    replace(base, "MappedRegions", SeenFromTheHost)
+    replace(memory, "MappedRegions", SeenFromTheHost)
     return cuda_stand_in.install(replace)
 
 

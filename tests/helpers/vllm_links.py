@@ -11,9 +11,9 @@ import torch
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Role
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
-from kvbridge.engine.vllm.guard import Guard
 from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
 from kvbridge.engine.vllm.requests import Instance
 from kvbridge.engine.vllm.stats import TransferStats

@@ -21,8 +21,8 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.memory import adopted_region
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library

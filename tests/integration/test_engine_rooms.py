@@ -17,8 +17,8 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.memory import adopted_region
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import Cluster, cluster
 

@@ -20,8 +20,7 @@ from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.kit.node import NodeProcess, OperatedNode, open_node
-from kvbridge.engine.kit.node_files import NodePlace, NodePlan
+from kvbridge.engine.kit.node import NodePlace, NodePlan, NodeProcess, OperatedNode, open_node
 from kvbridge.engine.kit.tensors import instance_cache, rank_cache
 from kvbridge.engine.vllm import VLLM
 from tests.helpers.cluster import eventually

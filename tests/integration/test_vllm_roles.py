@@ -17,7 +17,7 @@ import torch
 
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.vllm.guard import Guard
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.vllm.processes import Scheduler, Worker
 from kvbridge.engine.vllm.requests import Request
 from kvbridge.engine.vllm.stats import TransferStats, no_counts
@@ -65,13 +65,13 @@ class Vllm:
         said = self.scheduler.step()
         for worker in self.workers:
             worker.start(said)
-            over = worker.results()
+            sent, received = worker.results()
             self.unfilled += sorted(worker.unfilled_blocks())
             for role, nodes in worker.closed_here().items():
                 self.scheduler.closed(worker.number, role, nodes)
-            self.scheduler.reported(over.received, over.sent)
-            self.sent += over.sent
-            self.received += over.received
+            self.scheduler.reported(received, sent)
+            self.sent += sent
+            self.received += received
         time.sleep(0.001)
 
     def close(self) -> None:

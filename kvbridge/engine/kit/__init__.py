@@ -1,20 +1,106 @@
-"""Parts of a connector for an engine that brings its memory, whatever the engine: its node, attachment, tensors and reports."""
+"""Parts of a connector for an engine that brings its memory: node, attachment, tensors, reports, and the guard of its hooks."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar, cast
+
+import structlog
+
+from kvbridge.core.errors import InvalidInputError, code_of
+from kvbridge.core.process import Clock, monotonic
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.telemetry.logs import Seldom
+
+log = structlog.get_logger(__name__)
+
+LINES, EVERY_S = 5, 1.0
+"""Limit of log lines of each kind, and its period: clients decide how many errors there are."""
+REFUSED, FAILED = "hook_refused", "hook_failed"
+"""Log events: a request is wrong, or a hook has a defect."""
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 class Product(NamedTuple):
-    """The engine, in the words of its users: for messages, and for the names of directories."""
+    """The engine, as its users call it: for messages, and for the names of directories."""
 
     name: str
     slug: str
     settings: str
-    """The user's settings for kvbridge."""
+    """The option with the user's settings for kvbridge."""
     id_option: str
-    """Sets the id of an engine."""
+    """The option for an engine's id."""
     block_option: str
-    """Sets the tokens of a block."""
+    """The option for the tokens of a block."""
     layout_option: str
-    """Puts the heads outermost in a block."""
+    """The setting that puts the heads outermost in a block."""
+
+
+class Guard:
+    """Stops errors in an engine's hooks, since the engine ends with every error that leaves one. For the thread of one process.
+
+    Each error is counted by its code, and logged with its reason, a few of each kind a second.
+    """
+
+    def __init__(self, count: Callable[[str], None], *, clock: Clock = monotonic) -> None:
+        """`count` takes the code of each error."""
+        self._count = count
+        self.lose: Callable[[str, str], None] = lambda _request, _reason: None
+        """Called with a request and a reason when a hook has failed in the middle of it: ends what was begun for the request."""
+        self._seldom = Seldom(lambda _: None, lines=LINES, every_s=EVERY_S, clock=clock)
+
+    @contextmanager
+    def over(self, what: str, request: str = "", *, lost: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Stop every error of the block, log it under the name `what`, and count it.
+
+        InvalidInputError means that a request is wrong, any other error that kvbridge has a defect. `lost` is called with the
+        reason, to end what was begun.
+        """
+        try:
+            yield
+        except Exception as error:
+            code, reason = code_of(error), str(error)[:REASON_CHARS]
+            self._count(code)
+            foreseen = isinstance(error, InvalidInputError)
+            if not self._seldom.admits(REFUSED if foreseen else FAILED, code):
+                pass
+            elif foreseen:
+                log.warning("hook_refused", where=what, request=request, code=code, reason=reason)
+            else:
+                reason = f"{type(error).__name__}: {reason}; please report it"
+                log.error("hook_failed", where=what, request=request, code=code, reason=reason, exc_info=error)
+            if lost is not None:
+                with self.over("not_given_up", request):
+                    lost(f"{type(error).__name__}: {error}"[:REASON_CHARS])
+
+    def look(self) -> None:
+        """Log how many lines were left out."""
+        self._seldom.tell()
+
+
+def nothing() -> None:
+    """Answer of a hook that returns None."""
+
+
+def hook(otherwise: Callable[[], Any], *, of_request: bool = False) -> Callable[[MethodT], MethodT]:
+    """Return a decorator for a hook of a class with a `guard`. A hook that fails returns `otherwise()`.
+
+    `of_request`: the hook's first argument is a request with a `request_id`. The request is lost when the hook fails.
+    """
+
+    def guarded(method: MethodT) -> MethodT:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            what, name, lost = method.__name__, "", None
+            if of_request:
+                what, name = "computed_here", (args[0] if args else kwargs["request"]).request_id
+                lost = functools.partial(self.guard.lose, name)
+            with self.guard.over(what, name, lost=lost):
+                return method(self, *args, **kwargs)
+            return otherwise()
+
+        return cast("MethodT", call)
+
+    return guarded

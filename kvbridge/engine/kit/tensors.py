@@ -17,8 +17,8 @@ from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region, lane_interval
 from kvbridge.core.ids import FrozenModel, IndexSpace, Positive, Rank
-from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.kit import Product
+from kvbridge.engine.memory import adopted_region
 
 BLOCKS, HEADS, TOKENS, CONTENT = range(4)
 

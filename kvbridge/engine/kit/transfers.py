@@ -1,7 +1,7 @@
-"""Transfers of an engine's requests: how the scheduler's process names them to the workers, and how worker 0 reports their ends.
+"""Transfers of an engine's requests: the scheduler's process names them to the workers, and worker 0 reports their ends.
 
-An engine stops with a report too many, and keeps blocks for ever with one too few. So a transfer is a record from the step that
-names it until it is reported, and no report comes from anything else.
+An extra report crashes the engine; a missing one leaks its blocks. A transfer is a record from the step that names it until it is
+reported, and no report comes from anything else.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import structlog
 from kvbridge.core.ids import IndexSpace, PageTable, Role, Tables
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import AdoptedWorker
 from kvbridge.engine.kit.attachment import NodeAttachment
+from kvbridge.engine.memory import AdoptedWorker
 
 log = structlog.get_logger(__name__)
 
 LAST_EVENTS = frozenset({"committed", "completed", "aborted", "failed"})
 """Kinds of events after which nobody reads or writes a page of a room's generation any more."""
 EARLY_EVENTS_KEPT = 4_096
-"""Last events of rooms that no step has named yet. The next step names most of them; it never names rooms of requests that end
-before they have blocks. The loss of an event costs nothing: the node refuses to fill blocks for a room that has ended."""
+"""Limit of kept events of rooms that no step has named yet. The next step names most of these rooms, but no rooms of requests that
+end before they have blocks. A lost event costs nothing: the node refuses to fill blocks for a room that has ended."""
 IDLE_LOOK_S = 0.1
 """How often a node is asked for events while nothing is under way."""
 DIGEST_BYTES = 16
@@ -39,10 +39,10 @@ _DOMAIN = b"kvbridge.prompt.1"
 def prompt_digest(
     tokens: Sequence[int] | npt.NDArray[np.int64], *, adapter: str = "", inputs: Sequence[str] = (), salt: str = ""
 ) -> bytes:
-    """Return 16 bytes that two prompts share only if one may be answered from the KV cache of the other.
+    """Return 16 bytes that two prompts share only if the KV cache of one is right for the other.
 
-    `tokens`: ids of the whole prompt. `adapter`: the LoRA adapter; `inputs`: the hashes of multimodal inputs, in the prompt's
-    order; `salt`: that of the request's cache.
+    `tokens`: ids of the whole prompt. `adapter`: the LoRA adapter. `inputs`: hashes of multimodal inputs, in the prompt's order.
+    `salt`: the salt of the request's cache.
     """
     digest = hashlib.blake2b(_DOMAIN + len(inputs).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
     for part in (adapter.encode(), salt.encode(), *(text.encode() for text in inputs)):
@@ -52,30 +52,27 @@ def prompt_digest(
 
 
 def room_tokens(prompt_tokens: int, block_tokens: int) -> int:
-    """Return the tokens of a room for a prompt: whole blocks are moved, because the order inside a block is the engine's."""
+    """Return the tokens of a room for a prompt: whole blocks, because only the engine knows the order inside a block."""
     return -(-prompt_tokens // block_tokens) * block_tokens
 
 
 def full_tables(blocks: Sequence[int], first: int) -> Tables:
-    """Return a prompt's blocks from block `first` on as tables."""
+    """Return a prompt's blocks, from block `first` on, as tables."""
     return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(blocks, dtype=np.int32), first)}
-
-
-# ---------------------------------------------------------------------------------------------- what the processes tell each other
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks of a request that a room is to fill."""
+    """A request whose blocks a room fills."""
 
     request: str
     room: int
     blocks: tuple[int, ...]
     """All blocks that may be written."""
     node: str
-    """Incarnation of our node that was told."""
+    """Incarnation of our node that knows of it."""
     generation: int = 1
-    """Attempt at the room; prefill begins a new one when it has to compute the prompt again."""
+    """Attempt at the room. Prefill begins a new one when it computes the prompt again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,43 +87,44 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """From the scheduler's process to the workers, for one role, at each step."""
+    """News for the workers at a step, from the scheduler's process, for one role."""
 
     begun: tuple[Load | Held, ...] = ()
     refused: tuple[tuple[int, str], ...] = ()
-    """Rooms that the node refused, and why: nobody knows their pages. Only the process that sent the message hears of it."""
+    """Rooms that the node refused, and why: nobody knows their pages. Only the process that sent a message gets its refusal."""
     closed: tuple[str, ...] = ()
     """Incarnations of our node for which no rank moves a byte any more."""
     ended: tuple[RoomEvent, ...] = ()
-    """Last events of rooms. Worker 0 mostly knows them, but it may have attached later than the scheduler's process."""
+    """Last events of rooms. Worker 0 knows most of them, but may have attached later than the scheduler's process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Requests, by id, that a worker reports at the end of a step. Each is reported once."""
-
-    sent: frozenset[str] = frozenset()
-    received: frozenset[str] = frozenset()
-
-
-# ---------------------------------------------------------------------------------------------- reports
-
-
-class Reports:
-    """Which requests a worker reports as sent or received, and which blocks as not filled. For the worker's thread only.
+class ServedRole:
+    """A rank's tensors, served to the node of one role, and the reports of their transfers. For the worker's thread only.
 
     A transfer is reported when nobody moves bytes of it any more: at the last event of its room, when the node refused it, or when
     every rank has closed the transports that the node had. Blocks of a failed load are reported all together and in the same step,
     because nothing of a room can be read before all of it is there.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, role: Role, serve: Callable[[], AdoptedWorker], attachment: NodeAttachment | None = None
+    ) -> None:
+        """`serve` starts the rank worker. `attachment`: worker 0's, which reports for all ranks."""
+        self.role = role
+        self.closed: list[str] = []
+        """Incarnations of the node for which this rank has closed its transports for good: news for the scheduler's process."""
+        self._serve = serve
+        self._worker: AdoptedWorker | None = serve()
+        self._attachment = attachment
+        self._served: set[str] = set()
+        """Incarnations for which a rank worker has ended, and which may still live."""
+        self._next_look_s = 0.0
         self._under_way: dict[int, Load | Held] = {}
         self._over: list[tuple[Load | Held, str]] = []
-        """Transfers to be reported, and why they failed (empty: they succeeded)."""
+        """Transfers to be reported, each with the reason of its failure (empty: it succeeded)."""
         self._early: OrderedDict[tuple[int, int], RoomEvent] = OrderedDict()
-        self._closed: set[str] = set()
-        """Incarnations of the node for which no rank moves a byte."""
+        self._all_closed: set[str] = set()
+        """Incarnations of the node for which no rank moves a byte any more."""
         self._unfilled: set[int] = set()
 
     @property
@@ -134,20 +132,20 @@ class Reports:
         return not (self._under_way or self._over)
 
     def start(self, step: StepMetadata) -> None:
-        """Take what the scheduler's process has begun, and has heard."""
+        """Take the news of the scheduler's process."""
         for transfer in step.begun:
             self._under_way[transfer.room] = transfer
             self._look_back(transfer)
         for room, reason in step.refused:
             self._end(room, reason or "refused")
-        self._closed.update(step.closed)
+        self._all_closed.update(step.closed)
         for transfer in list(self._under_way.values()):
-            if transfer.node in self._closed:
+            if transfer.node in self._all_closed:
                 self._end(transfer.room, "the node process has ended")
         self.heard(step.ended)
 
     def heard(self, events: Iterable[RoomEvent]) -> None:
-        """Take events of the node. Events of rooms that no step has named are kept: the node may be ahead of the scheduler."""
+        """Take events of the node. Events of rooms that no step has named yet are kept."""
         for event in events:
             if event.kind not in LAST_EVENTS:
                 continue
@@ -166,7 +164,7 @@ class Reports:
     def _ended(self, event: RoomEvent) -> None:
         transfer = self._under_way[event.room]
         if event.code == WITHDRAWN and isinstance(transfer, Load):
-            # The scheduler's process has heard it as well, and fetches the next generation, or says that it does not.
+            # The scheduler's process gets this event as well. It fetches the next generation, or says that it does not.
             following = self._under_way[event.room] = replace(transfer, generation=transfer.generation + 1)
             self._look_back(following)
             return
@@ -178,55 +176,34 @@ class Reports:
         if transfer is not None:
             self._over.append((transfer, reason))
 
-    def results(self) -> Results:
-        """Return the transfers that have ended since the last call. `unfilled_blocks` is asked after it."""
+    def results(self) -> tuple[set[str], set[str]]:
+        """Return the requests that are sent and those that are received since the last call. Ask `unfilled_blocks` after it."""
         over, self._over = self._over, []
         for transfer, reason in over:
-            if not reason:
-                continue
-            what = "load_failed" if isinstance(transfer, Load) else "hold_ended"
-            log.warning(what, request=transfer.request, room=transfer.room, reason=reason)
-            if isinstance(transfer, Load):
-                self._unfilled.update(transfer.blocks)
-        return Results(
-            sent=frozenset(one.request for one, _ in over if isinstance(one, Held)),
-            received=frozenset(one.request for one, _ in over if isinstance(one, Load)),
-        )
+            if reason:
+                what = "load_failed" if isinstance(transfer, Load) else "hold_ended"
+                log.warning(what, request=transfer.request, room=transfer.room, reason=reason)
+                if isinstance(transfer, Load):
+                    self._unfilled.update(transfer.blocks)
+        sent, received = ({one.request for one, _ in over if isinstance(one, kind)} for kind in (Held, Load))
+        return sent, received
 
     def unfilled_blocks(self) -> set[int]:
         blocks, self._unfilled = self._unfilled, set()
         return blocks
 
-
-class ServedRole:
-    """The tensors of this rank, served to the node of one role. `attachment`: that of worker 0, which reports for all ranks."""
-
-    def __init__(
-        self, role: Role, serve: Callable[[], AdoptedWorker], attachment: NodeAttachment | None = None
-    ) -> None:
-        self.role = role
-        self.reports = Reports()
-        self.closed: list[str] = []
-        """Incarnations of the node for which this rank moves nothing any more, and will not again; to be told."""
-        self._serve = serve
-        self._worker: AdoptedWorker | None = serve()
-        self._attachment = attachment
-        self._served: set[str] = set()
-        """Incarnations of which a rank worker has ended, and that are not known to have ended themselves."""
-        self._next_look_s = 0.0
-
     def look_at_step(self) -> None:
-        """Take the node's events, and the ends of the rank worker: seldom while nothing is under way."""
+        """Take the node's events and the rank worker's ends. Seldom while nothing is under way."""
         now_s = time.monotonic()
-        if now_s < self._next_look_s and self.reports.idle:
+        if now_s < self._next_look_s and self.idle:
             return
         self._next_look_s = now_s + IDLE_LOOK_S
         if self._attachment is not None:
-            self.reports.heard(self._attachment.events())
+            self.heard(self._attachment.events())
         if self._worker is None:
             return
         ends, serves = self._worker.ends(), self._worker.node
-        # A living node is not closed: it reports itself what has failed.
+        # A living node is not listed as closed: it reports failures itself.
         self._served.update(end.node for end in ends if end.node)
         gone = {end.node for end in ends if end.node and end.node_gone}
         gone |= {node for node in self._served if serves and node != serves}
@@ -236,7 +213,7 @@ class ServedRole:
             self.closed.append(node)
 
     def unregister(self) -> None:
-        """Let go of the tensors. Raises as `AdoptedWorker.close` does."""
+        """Let go of the tensors. Raises the errors of `AdoptedWorker.close`."""
         if self._worker is not None:
             node = self._worker.node
             self._worker.close()

@@ -28,8 +28,8 @@ from vllm.v1.request import RequestStatus
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank, Role
+from kvbridge.engine.kit import Guard, hook, nothing
 from kvbridge.engine.kit.transfers import StepMetadata, prompt_digest
-from kvbridge.engine.vllm.guard import Guard, hook, nothing
 from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
 from kvbridge.engine.vllm.processes import RankReport, Scheduler, Worker
 from kvbridge.engine.vllm.requests import Request, read_instance
@@ -326,8 +326,8 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        over = self._worker.results()
-        return KVConnectorTransferResults(finished_sending=set(over.sent), finished_recving=set(over.received))
+        sent, received = self._worker.results()
+        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
 
     @hook(set)
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -16,10 +16,9 @@ import torch
 
 from kvbridge.core.errors import BridgeError, UnsupportedError
 from kvbridge.core.ids import FrozenModel, Rank, Role
-from kvbridge.engine.adopted import AdoptedWorker
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
-from kvbridge.engine.kit.node import START_S, open_node
-from kvbridge.engine.kit.node_files import NodePlan
+from kvbridge.engine.kit.node import START_S, NodePlan, open_node
 from kvbridge.engine.kit.tensors import (
     InstanceCache,
     RankCache,
@@ -28,10 +27,10 @@ from kvbridge.engine.kit.tensors import (
     rank_cache,
     rank_regions,
 )
-from kvbridge.engine.kit.transfers import Results, ServedRole, StepMetadata
+from kvbridge.engine.kit.transfers import ServedRole, StepMetadata
+from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.vllm import VLLM
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
-from kvbridge.engine.vllm.guard import Guard
 from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
 from kvbridge.engine.vllm.requests import Instance, Request
 from kvbridge.engine.vllm.rooms import RoomsOfRole
@@ -238,21 +237,23 @@ class Worker:
         for served in self.roles:
             if served.role in said and self.number == 0:
                 with self._guard.over("start"):
-                    served.reports.start(said[served.role])
+                    served.start(said[served.role])
 
-    def results(self) -> Results:
-        found = Results()
+    def results(self) -> tuple[set[str], set[str]]:
+        """Return the requests that are sent and those that are received since the last call."""
+        sent, received = set[str](), set[str]()
         for served in self.roles:
             with self._guard.over("look"):
                 served.look_at_step()
-            over = served.reports.results()
-            found = Results(found.sent | over.sent, found.received | over.received)
+            also_sent, also_received = served.results()
+            sent |= also_sent
+            received |= also_received
         self._guard.look()
-        return found
+        return sent, received
 
     def unfilled_blocks(self) -> set[int]:
         """Return the blocks of the loads that failed (`get_block_ids_with_load_errors`)."""
-        return set().union(*(served.reports.unfilled_blocks() for served in self.roles))
+        return set().union(*(served.unfilled_blocks() for served in self.roles))
 
     def closed_here(self) -> dict[Role, tuple[str, ...]]:
         """Return the incarnations of nodes for which this rank moves nothing any more, since the last call."""

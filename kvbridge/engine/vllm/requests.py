@@ -11,7 +11,7 @@ import pydantic
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.ids import ROOM_BITS, FrozenModel, NonNegative, Role, RoomId
 from kvbridge.core.wire.engine_messages import PrefillNodes
-from kvbridge.engine.kit.node_files import NodePlace, refuse
+from kvbridge.engine.kit.node import NodePlace, refuse
 from kvbridge.engine.vllm import VLLM
 
 ALLOWED_PREFILL = "allowed_prefill"

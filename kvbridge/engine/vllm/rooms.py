@@ -17,11 +17,11 @@ from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.node import Node
 from kvbridge.engine.kit.transfers import IDLE_LOOK_S, LAST_EVENTS, Held, Load, StepMetadata
 from kvbridge.engine.link import RoomCall
-from kvbridge.engine.vllm.guard import Guard
 from kvbridge.engine.vllm.requests import Instance
 from kvbridge.engine.vllm.stats import TransferStats
 

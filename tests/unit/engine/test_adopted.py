@@ -15,8 +15,8 @@ import torch
 from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, Shutdown, WorkerClosed, WorkerFailed, WorkerToNode
-from kvbridge.engine import DecodeEngine, adopted
-from kvbridge.engine.adopted import AdoptedWorker, WorkerEnd, adopted_region
+from kvbridge.engine import DecodeEngine, memory
+from kvbridge.engine.memory import AdoptedWorker, WorkerEnd, adopted_region
 from kvbridge.worker import lifecycle as worker_life
 from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
 
@@ -43,8 +43,8 @@ class NodeOf:
 
 def test_a_worker_that_does_not_end_in_time_is_not_taken_for_silent(monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(adopted, "open_node_link", lambda path: NodeOf())
-    monkeypatch.setattr(adopted, "serve_rank", lambda *args, **fields: go_on.wait(20))
+    monkeypatch.setattr(memory, "open_node_link", lambda path: NodeOf())
+    monkeypatch.setattr(memory, "serve_rank", lambda *args, **fields: go_on.wait(20))
     with pytest.raises(
         DeadlineError, match=r"rank worker of pp0\.tp0 .* did not end within 0\.01 s; it may still read"
     ):
@@ -92,8 +92,8 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
 def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
     """A worker that ends like this, one life after another, and whose last life goes on until it is closed."""
     left = deque(endings)
-    monkeypatch.setattr(adopted, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(adopted, "open_node_link", lambda path: NodeOf())
+    monkeypatch.setattr(memory, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(memory, "open_node_link", lambda path: NodeOf())
 
     def serve(*args, stopped, **fields) -> None:
         if not left:
@@ -105,7 +105,7 @@ def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
         if ending is not None:
             raise ending
 
-    monkeypatch.setattr(adopted, "serve_rank", serve)
+    monkeypatch.setattr(memory, "serve_rank", serve)
     return AdoptedWorker(Path("/nowhere"), RANK, ())
 
 
@@ -136,13 +136,13 @@ def test_a_worker_that_has_not_closed_its_transports_never_says_that_it_has_ende
 def test_an_engine_whose_worker_is_not_closed_does_not_say_that_it_is_through(error):
     """A node that heard so would use the pages again while a transport may write to them."""
     closed: list[str] = []
-    link, memory, order = (SimpleNamespace(close=partial(closed.append, name)) for name in ("link", "memory", "order"))
-    memory.twins, order.devices = (), ()  # the link can say nothing
+    link, pools, order = (SimpleNamespace(close=partial(closed.append, name)) for name in ("link", "memory", "order"))
+    pools.twins, order.devices = (), ()  # the link can say nothing
 
     def close() -> None:
         raise error
 
-    engine = DecodeEngine(link, None, memory, order, workers=[SimpleNamespace(close=close)])
+    engine = DecodeEngine(link, None, pools, order, workers=[SimpleNamespace(close=close)])
     with pytest.raises(type(error)):
         engine.close()
     assert closed == ["order", "memory", "link"]
@@ -161,8 +161,8 @@ def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypa
     """A socket's address must be absolute: with another one the worker would look for its node for ever."""
     asked: list[Path] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(adopted, "open_node_link", lambda path: asked.append(path) or NodeOf())
-    monkeypatch.setattr(adopted, "serve_rank", lambda *args, stopped, **fields: None)
+    monkeypatch.setattr(memory, "open_node_link", lambda path: asked.append(path) or NodeOf())
+    monkeypatch.setattr(memory, "serve_rank", lambda *args, stopped, **fields: None)
     AdoptedWorker(Path("run"), RANK, ()).close(20)
     assert set(asked) <= {tmp_path / "run/worker.sock"}
     assert asked

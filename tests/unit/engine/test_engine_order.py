@@ -39,7 +39,7 @@ class Link:
         self.said: list[object] = []
         self.coming: deque[RoomEvent] = deque()
         self.lost = ""
-        self.closed = False
+        self.closed, self.timeout_s = False, 0.05
 
     def number(self) -> int:
         return len(self.said) + 1
@@ -107,7 +107,7 @@ class Memory:
 
 def engine(kind, *, gpu: Gpu | None = None):
     gpu = gpu or Gpu()
-    made = kind(Link(), SimpleNamespace(geometry=GEOMETRY), Memory(), gpu, close_timeout_s=0.05)
+    made = kind(Link(), SimpleNamespace(geometry=GEOMETRY), Memory(), gpu)
     return made, made._link, gpu
 
 

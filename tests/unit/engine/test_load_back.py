@@ -139,7 +139,7 @@ def streams(monkeypatch):
 
 def loading(kind, *copiers: Copier, ranks=((R0, (0, 1)), (R1, (2, 3)))):
     gpu, link = LoadingGpu(), Link(**HELD)
-    made = kind(link, None, Memory(), gpu, close_timeout_s=0.05)
+    made = kind(link, None, Memory(), gpu)
     by_rank = {
         rank: RankCopier(copier, 0, frozenset(layers), {IndexSpace.FULL: 1000, IndexSpace.SWA: 10})
         for (rank, layers), copier in zip(ranks, copiers, strict=False)

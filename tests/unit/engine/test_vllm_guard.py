@@ -15,7 +15,7 @@ from kvbridge.core.geometry.pages import MOST_PAGES
 from kvbridge.core.ids import Role
 from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.engine.vllm.guard import LINES, Guard
+from kvbridge.engine.kit import LINES, Guard
 from tests.helpers.hooked_vllm import Vllm, connector_module, request
 from tests.helpers.rooms import ADDRESS, PAGE
 

@@ -22,11 +22,12 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
-from kvbridge.engine.kit import node_files
-from kvbridge.engine.kit.node import LAST_ENDS, NodeProcess
-from kvbridge.engine.kit.node_files import (
+from kvbridge.engine.kit import node as node_module
+from kvbridge.engine.kit.node import (
+    LAST_ENDS,
     NodePlace,
     NodePlan,
+    NodeProcess,
     node_config,
     own_directory,
     remove_orphans,
@@ -189,7 +190,9 @@ def test_a_directory_that_is_removed_meanwhile_is_nobodys_and_can_be_had_at_the_
     """Else its next owner has a lock on a file that nobody finds any more."""
     place = runtime_home / "kvbridge-vllm-prefill-1"
     own_directory(place).close()
-    module, name = (fcntl, "flock") if when == "before the lock is taken" else (node_files, "prepare_runtime_directory")
+    module, name = (
+        (fcntl, "flock") if when == "before the lock is taken" else (node_module, "prepare_runtime_directory")
+    )
     kept = getattr(module, name)
 
     def removed_meanwhile(*given: Any) -> Any:

@@ -11,7 +11,7 @@ from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, Provide, Publish, RoomEvent
-from kvbridge.engine.kit.transfers import Reports
+from kvbridge.engine.kit.transfers import ServedRole
 from kvbridge.engine.vllm.requests import Request, Source, params_of
 from tests.helpers.vllm_links import ADDRESS, attach, rooms_at
 
@@ -210,11 +210,11 @@ def test_an_aborted_request_keeps_what_is_being_sent(side, node):
     assert side.finished(request(), BLOCKS[:2], well=False) == (True, None)
     assert node.take() == [("abort", 7, False)]
     assert not node.pinned
-    worker = Reports()
+    worker = ServedRole(Role.DECODE, lambda: None)
     worker.start(side.step())
-    assert worker.results().sent == frozenset()
+    assert worker.results()[0] == set()
     worker.heard([event("aborted")])
-    assert worker.results().sent == {"p"}
+    assert worker.results()[0] == {"p"}
 
 
 def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
@@ -231,11 +231,11 @@ def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
 def test_a_room_that_the_node_would_not_hold_is_known_to_nobody(side, node):
     computing(side, node, blocks=2)
     side.finished(request(), BLOCKS, well=True)
-    worker = Reports()
+    worker = ServedRole(Role.DECODE, lambda: None)
     worker.start(side.step())
     hear(side, node, event("refused", generation=1), event("refused", generation=0))
     worker.start(side.step())
-    assert worker.results().sent == {"p"}
+    assert worker.results()[0] == {"p"}
 
 
 def test_a_publication_that_is_refused_ends_the_room_but_not_what_is_being_sent(side, node):
@@ -290,17 +290,17 @@ def started(decode, node) -> Request:
     return told
 
 
-def loading(decode) -> Reports:
-    worker = Reports()
+def loading(decode) -> ServedRole:
+    worker = ServedRole(Role.DECODE, lambda: None)
     worker.start(decode.step())
     return worker
 
 
 def test_events_may_be_ahead_of_the_step_that_names_the_load(decode, node, started):
-    worker = Reports()
+    worker = ServedRole(Role.DECODE, lambda: None)
     worker.heard([event(code=WITHDRAWN), event("committed", generation=2)])
     worker.start(decode.step())
-    assert worker.results().received == {"d"}
+    assert worker.results()[1] == {"d"}
 
 
 @pytest.mark.parametrize("abort_first", [True, False])
@@ -315,7 +315,7 @@ def test_a_load_whose_request_was_aborted_is_reported_all_the_same(decode, node,
     if not abort_first:
         worker.heard([event("aborted", generation=2)])
     worker.start(decode.step())
-    assert worker.results().received == {"d"}
+    assert worker.results()[1] == {"d"}
     decode.reported({"d"})
     assert "d" not in decode._of
 
@@ -337,9 +337,9 @@ def test_a_node_that_does_not_read_comes_again_when_it_reads(decode, node, start
     worker.start(decode.step())
     decode.look()
     assert node.take() == [("fetch", 7, 2, (1, [11, 12, 13]), BLOCK)]
-    assert worker.results().received == frozenset()
+    assert worker.results()[1] == set()
     worker.heard([event("committed", generation=2)])
-    assert worker.results().received == {"d"}
+    assert worker.results()[1] == {"d"}
 
 
 def test_a_load_of_a_node_that_has_ended_is_reported_when_no_rank_moves_a_byte_for_it(decode, node, started):
@@ -347,8 +347,8 @@ def test_a_load_of_a_node_that_has_ended_is_reported_when_no_rank_moves_a_byte_f
     attach(decode.attachment, node, "n2")
     decode.look()
     worker.start(decode.step())
-    assert worker.results().received == frozenset()
+    assert worker.results()[1] == set()
     decode.closed(0, ["n1"])
     worker.start(decode.step())
-    assert worker.results().received == {"d"}
+    assert worker.results()[1] == {"d"}
     assert worker.unfilled_blocks() == {11, 12, 13}

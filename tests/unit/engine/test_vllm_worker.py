@@ -9,9 +9,9 @@ import torch
 
 from kvbridge.core.errors import BridgeError, DeadlineError
 from kvbridge.core.ids import Rank, Role
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.transfers import ServedRole
 from kvbridge.engine.vllm import processes
-from kvbridge.engine.vllm.guard import Guard
 from kvbridge.engine.vllm.processes import Worker
 from kvbridge.worker.lifecycle import UnclosedError
 

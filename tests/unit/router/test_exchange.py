@@ -18,8 +18,7 @@ from kvbridge.core.errors import PeerError
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Answer, FailedAttemptError, Router
-from kvbridge.router.servers import Servers
-from kvbridge.router.upstream import UpstreamError
+from kvbridge.router.servers import Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.registry import Metrics
 from tests.helpers import examples

@@ -7,8 +7,7 @@ import pytest
 from kvbridge.config.schema import RouterTimeouts
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import Role
-from kvbridge.router.servers import LOST_AFTER, Server, Servers, ServerWatch
-from kvbridge.router.upstream import OpenAiServers
+from kvbridge.router.servers import LOST_AFTER, OpenAiServers, Server, Servers, ServerWatch
 
 
 def servers(prefill: int = 2, decode: int = 2) -> Servers:
@@ -95,7 +94,7 @@ async def test_an_address_that_nobody_can_ask_is_a_server_that_is_not_well():
     (server,) = made.of(Role.PREFILL)
     upstream = OpenAiServers(timeouts)
     try:
-        await ServerWatch(made, upstream.health, timeouts).look(server)
+        await ServerWatch(made, upstream, timeouts).look(server)
     finally:
         await upstream.close()
     assert "InvalidURL" in server.problem
