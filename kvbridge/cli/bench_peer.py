@@ -38,7 +38,7 @@ from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.requests import RequestClient, RequestServer
 from kvbridge.core.addresses import TcpAddress, is_loopback, parse_tcp
 from kvbridge.core.errors import BridgeError
-from kvbridge.daemon.peer_setup import curve_keys
+from kvbridge.daemon.links import curve_keys
 from kvbridge.doctor.bench import MIB, SIZES_BYTES, Effort, Lender, Measured, Trial, make_buffer
 from kvbridge.doctor.findings import rate
 from kvbridge.doctor.network import read_interfaces

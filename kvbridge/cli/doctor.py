@@ -27,7 +27,7 @@ from kvbridge.cli.config import (
 from kvbridge.config.loading import read_token
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError
-from kvbridge.daemon.peer_setup import curve_keys
+from kvbridge.daemon.links import curve_keys
 from kvbridge.doctor.findings import Finding, Level, Needs, needs_of, size
 from kvbridge.doctor.reach import Asking
 from kvbridge.doctor.run import Config, Visit, examine, read_host

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,8 +30,7 @@ from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig, StoreKind
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.core.process import moment
-from kvbridge.daemon.front import Service
-from kvbridge.daemon.lifecycle import Traces
+from kvbridge.daemon.lifecycle import Daemon
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.app import AppSettings
 from kvbridge.http.bootstrap_app import create_bootstrap_app
@@ -59,12 +59,13 @@ class _Overview:
     """Why the store cannot be asked; the rest is then what it last said."""
 
 
-class BootstrapDaemon(Service):
+class BootstrapDaemon(Daemon):
     """One bootstrap."""
 
     def __init__(self, config: BootstrapConfig, *, endpoint_dir: Path | None = None) -> None:
         """`endpoint_dir`: where to write the endpoint file, for tools that let the system choose the port."""
-        super().__init__("bootstrap")
+        super().__init__(Metrics(role="bootstrap"), spans_s=config.timeouts.shutdown_s / 5)
+        self.metrics.built("bootstrap", "bootstrap")
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self._endpoint_dir = endpoint_dir
@@ -78,20 +79,15 @@ class BootstrapDaemon(Service):
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
         self.pairing.events.add_reader({PairingEnded: self._paired, PrefixGuessed: self._guessed})
-        self._traces = Traces()
         self._overview = _Overview()
 
     async def start(self) -> None:
         """Open the endpoint. A store that is away does not keep it shut: `/ready` gives the reason."""
         await self._look()
-        self._traces.open(
-            self.config.telemetry.traces,
-            names={"role": "bootstrap", "incarnation": self.incarnation},
-            metrics=self.metrics,
-            secrets=self.secrets,
-        )
-        self._traces.read(self.pairing.events)
-        await self.open(self.config.http, self._app, self._sweep, shutdown_s=self.config.timeouts.shutdown_s / 2)
+        names = {"role": "bootstrap", "incarnation": self.incarnation}
+        self.open_traces(self.config.telemetry.traces, names, self.pairing.events)
+        self.open(self.config.http, self._app, shutdown_s=self.config.timeouts.shutdown_s / 2)
+        self.background(self._sweep(), "sweep")
         if self._endpoint_dir is not None:
             try:
                 self._endpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -113,20 +109,14 @@ class BootstrapDaemon(Service):
             status=self,
             settings=settings,
             page=lambda: {"status": self.status()},
-            begin_trace=self._traces.begin,
+            begin_trace=self.begin_trace,
         )
 
-    async def drain(self) -> None:
-        """Bootstrap holds nothing that would have to end first."""
-
-    async def close(self) -> None:
-        """Close the endpoint, then what is behind it."""
-        await self.end()
-        await self._daemons.close()
-        await self._store.close()
-        await self._traces.close(self.config.timeouts.shutdown_s / 5)
+    def close_parts(self, last_first: AsyncExitStack) -> None:
         if self._endpoint_dir is not None:
-            remove_endpoint(self._endpoint_dir, self.incarnation)
+            last_first.callback(remove_endpoint, self._endpoint_dir, self.incarnation)
+        last_first.push_async_callback(self._store.close)
+        last_first.push_async_callback(self._daemons.close)
 
     async def _sweep(self) -> None:
         took_s = 0.0
@@ -136,7 +126,6 @@ class BootstrapDaemon(Service):
             await self._look()
             took_s = time.thread_time() - begun_s
             self.tell(self.readiness())
-            self._traces.look()
 
     async def _look(self) -> None:
         """Forget what has expired and take the overview; a store that cannot be asked is part of it."""

@@ -1,4 +1,4 @@
-"""A daemon's life, the same for every role: start, serve until a signal, drain with a limit, close; readiness and traces."""
+"""The base of every daemon: its HTTP API, background tasks, secrets and traces; its life from start to signal to close."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Coroutine, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from kvbridge.api.status import Readiness
-from kvbridge.config.endpoints import TracesConfig
-from kvbridge.config.loading import read_secrets
+from kvbridge.config.endpoints import HttpConfig, TracesConfig
+from kvbridge.config.loading import read_grants, read_secrets
 from kvbridge.core.errors import ConfigError
+from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.http.app import AppSettings
+from kvbridge.http.connections import ConnectionLimits
+from kvbridge.http.server import Application, HttpServer, TlsFiles
+from kvbridge.processes import affordable
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.recent import Recent
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import SpanReader
@@ -28,59 +35,135 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-HEADERS_KEY = "telemetry.traces.headers_file"
 EXPORT_S = 5.0
 """A batch of spans reaches the collector within this, or is lost."""
 
 
-class Daemon(Protocol):
-    """A daemon that `run_daemon` drives."""
+class Daemon:
+    """A daemon: an HTTP API, tasks in the background, and what a subclass adds. Drive it with `run_daemon`."""
+
+    def __init__(self, metrics: Metrics, *, spans_s: float, seldom: Seldom | None = None) -> None:
+        """`spans_s`: time for sending the last spans. `seldom` limits log lines; by default it is made here."""
+        self.metrics = metrics
+        self.seldom = seldom or Seldom(metrics.line_left_out)
+        self.secrets = SecretFiles()
+        self.begin_trace: BeginTrace = pass_on
+        """Makes a request's first span here."""
+        self._spans_s = spans_s
+        self._export: SpanExport | None = None
+        self.started_at = moment()
+        self._ready = False
+        self._http: HttpServer | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._error: BaseException | None = None
+        self._broken = asyncio.Event()
+
+    # ------------------------------------------------------------------ from start to end
 
     async def start(self) -> None:
-        """Open the endpoints. Raises BridgeError when it cannot; `close` is called all the same."""
+        """Open the endpoints. Raises BridgeError when that fails; `close` is called all the same."""
 
     async def failed(self) -> None:
-        """Return, or raise, when the daemon cannot go on; otherwise never."""
+        """Raise when a part that the daemon cannot do without has ended; otherwise wait for ever."""
+        await self._broken.wait()
+        assert self._error is not None
+        raise self._error
 
     async def drain(self) -> None:
-        """Admit nothing more and let rooms end; bounded by the daemon's own limits."""
+        """Admit nothing more, and let what is under way end, within the daemon's own limits."""
 
     async def close(self) -> None:
-        """Close everything that `start` has opened. Harmless when nothing was."""
+        """Close everything, users before what they use. Harmless when nothing is open. Raises errors when everything is closed."""
+        async with AsyncExitStack() as last_first:
+            last_first.callback(self.seldom.tell, everything=True)
+            last_first.push_async_callback(self._close_traces)
+            self.close_parts(last_first)
+            if self._http is not None:
+                last_first.push_async_callback(self._http.stop)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tasks.clear()
 
+    def close_parts(self, last_first: AsyncExitStack) -> None:
+        """Push what closes the parts behind the HTTP API: the last one pushed is called first."""
 
-class ToldReadiness:
-    """Logs when a daemon becomes ready, and when it is not ready any more, with the reasons."""
+    # ------------------------------------------------------------------ parts
 
-    def __init__(self) -> None:
-        self._ready = False
+    @property
+    def url(self) -> str:
+        """The bound address; empty before `open`."""
+        return self._http.url if self._http else ""
 
-    def look(self, readiness: Readiness) -> None:
-        """Log a change. To be called often."""
-        told, self._ready = self._ready, readiness.ready
-        if self._ready and not told:
-            log.info("daemon_ready")
-        elif told and not self._ready:
-            log.warning("daemon_not_ready", reasons=readiness.reasons)
+    def open(self, http: HttpConfig, build: Callable[[AppSettings], Application], *, shutdown_s: float) -> None:
+        """Build the application and serve it. Raises UnavailableError for a taken address or an unreadable secret.
 
+        Requests in progress get `shutdown_s` to end, and the same once more after they are cut off.
+        """
+        key = "http.token_file"
+        tokens = self.secrets.add(key, (http.token_file,), lambda: read_grants(http, key=key))
+        settings = AppSettings(
+            grants=lambda: tokens.current,
+            open_metrics=http.open_metrics,
+            max_body_bytes=http.max_body_bytes,
+            max_wait_s=http.max_wait_s,
+        )
+        files = http.tls_certificate_file, http.tls_key_file
+        tls = TlsFiles(files[0], files[1]) if files[0] is not None and files[1] is not None else None
+        connections = affordable(http.max_connections, "http.max_connections")
+        limits = ConnectionLimits(request_s=http.max_request_s, connections=connections, seldom=self.seldom)
+        self._http = server = HttpServer(
+            build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, limits=limits, tls=tls
+        )
+        if tls is not None:
+            pair = self.secrets.add("http.tls_certificate_file", files, tls.read)
+            pair.on_change = lambda _: server.use_certificate(tls)
+        self.background(server.wait_ended(), "http")
+        self.background(self.secrets.run(), "secrets")
 
-class Traces:
-    """The spans of one daemon. Used from the event loop's thread only."""
+    def background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Run a task until `close`. An error that it raises ends the daemon."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        task.add_done_callback(self._task_ended)
+        return task
 
-    def __init__(self) -> None:
-        self.begin: BeginTrace = pass_on
-        """Makes a request's first span here."""
-        self._export: SpanExport | None = None
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._error = self._error or error
+            self._broken.set()
 
-    def open(
+    def tell(self, readiness: Readiness | None) -> None:
+        """Log what is news: whether the daemon is ready, and how many lines and spans were left out. Call it often.
+
+        `readiness`: None while the daemon ends, which is no news.
+        """
+        if readiness is not None and readiness.ready != self._ready:
+            self._ready = readiness.ready
+            if self._ready:
+                log.info("daemon_ready")
+            else:
+                log.warning("daemon_not_ready", reasons=readiness.reasons)
+        self.seldom.tell()
+        if self._export is not None:
+            self._export.look()
+
+    # ------------------------------------------------------------------ traces
+
+    def open_traces(
         self,
         config: TracesConfig,
-        *,
         names: Mapping[str, str],
-        metrics: Metrics,
-        secrets: SecretFiles,
+        events: EventStream,
+        parts: Mapping[RoomState, str] | None = None,
+        recent: Recent | None = None,
     ) -> None:
-        """Prepare to send spans, if the configuration names a collector. Raises ConfigError when the extra is not installed."""
+        """Send spans of facts from now on, if the configuration names a collector.
+
+        `names` say which daemon it is; `parts` and `recent` are those of the role's rooms. Raises ConfigError when the extra is not
+        installed.
+        """
         if not config.endpoint:
             return
         try:
@@ -89,43 +172,18 @@ class Traces:
             raise ConfigError(
                 f"telemetry.traces.endpoint is set, which needs the package {error.name}: install kvbridge[traces]"
             ) from error
-        file = config.headers_file
-        headers = secrets.add(
-            HEADERS_KEY, (file,), lambda: parse_headers(read_secrets(None, file, key=HEADERS_KEY), key=HEADERS_KEY)
-        )
-        self._export = SpanExport(config.url, timeout_s=EXPORT_S, names=names, metrics=metrics)
+        file, key = config.headers_file, "telemetry.traces.headers_file"
+        headers = self.secrets.add(key, (file,), lambda: parse_headers(read_secrets(None, file, key=key), key=key))
+        self._export = SpanExport(config.url, timeout_s=EXPORT_S, names=names, metrics=self.metrics)
         self._export.use_headers(headers.current)
         headers.on_change = self._export.use_headers
-        self.begin = begin_with(config.sampled_ratio)
+        self.begin_trace = begin_with(config.sampled_ratio)
+        events.add_reader(SpanReader(self._export.record, parts, recent).table)
 
-    def read(
-        self, events: EventStream, parts: Mapping[RoomState, str] | None = None, recent: Recent | None = None
-    ) -> None:
-        """Make spans of facts from now on; `parts` and `recent`: of the role's rooms."""
-        if self._export is not None:
-            events.add_reader(SpanReader(self._export.record, parts, recent).table)
-
-    def look(self) -> None:
-        """Count spans, and log now and then how many were lost."""
-        if self._export is not None:
-            self._export.look()
-
-    async def close(self, timeout_s: float) -> None:
-        """Send waiting spans for at most `timeout_s`. Harmless when closed."""
+    async def _close_traces(self) -> None:
         export, self._export = self._export, None
         if export is not None:
-            await asyncio.to_thread(export.close, timeout_s)
-
-
-async def first_ended(endpoint: Coroutine[Any, Any, None], tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Return, or raise, as the first of an endpoint and a daemon's tasks that ends."""
-    serving = asyncio.ensure_future(endpoint)
-    try:
-        ended, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            task.result()
-    finally:
-        serving.cancel()
+            await asyncio.to_thread(export.close, self._spans_s)
 
 
 async def run_daemon(daemon: Daemon) -> None:
@@ -162,15 +220,14 @@ async def run_daemon(daemon: Daemon) -> None:
                 loop.remove_signal_handler(number)
 
 
-async def _first(*waits: object) -> None:
-    """Wait for the first to end, cancel the others, and raise what it raised."""
-    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
+    """Wait for the first to end, cancel the others, and raise the error of any."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in tasks:
-            if not task.done():
-                task.cancel()
+            task.cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):

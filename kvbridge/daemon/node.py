@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -22,18 +22,16 @@ from kvbridge.config.loading import read_token
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer
-from kvbridge.daemon.front import open_http
 from kvbridge.daemon.kept_journal import KeptJournal, PageDigests
 from kvbridge.daemon.kept_pools import RestoredCopies
-from kvbridge.daemon.lifecycle import ToldReadiness, Traces
+from kvbridge.daemon.lifecycle import Daemon
+from kvbridge.daemon.links import Links, curve_keys
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.parts import NodeParts
-from kvbridge.daemon.peer_setup import curve_keys
-from kvbridge.daemon.secret_files import SecretFiles
-from kvbridge.daemon.status import NodeOverview, Peers
+from kvbridge.daemon.status import NodeOverview
 from kvbridge.http.app import AppSettings
 from kvbridge.http.daemon_app import create_daemon_app
-from kvbridge.http.server import Application, HttpServer
+from kvbridge.http.server import Application
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -50,23 +48,19 @@ CLOSING_PARTS = 10
 workers four, peers one, spans one."""
 
 
-class NodeDaemon:
-    """A prefill or decode daemon. Drive it with `lifecycle.run_daemon`, or call start, drain and close yourself."""
+class NodeDaemon(Daemon):
+    """A prefill or decode daemon."""
 
-    def __init__(self, parts: NodeParts, peers: Peers, rooms: Rooms[Any]) -> None:
+    def __init__(self, parts: NodeParts, peers: Links, rooms: Rooms[Any]) -> None:
+        self._closing_part_s = parts.config.timeouts.shutdown_close_s / CLOSING_PARTS
+        super().__init__(parts.metrics, spans_s=self._closing_part_s, seldom=parts.seldom)
         self.parts = parts
         self.peers = peers
         self.rooms = rooms
         self.admission = AdmissionController(rooms, parts.book, limits=parts.config.admission, events=parts.events)
         parts.engines.serve(rooms, self.admission, pid=parts.engine_socket.pid, attached=parts.attached)
         self.overview = NodeOverview(parts, peers, rooms.book, self.admission)
-        self._broken: asyncio.Future[None] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
-        self._http: HttpServer | None = None
         self._obstacles_told: list[str] = []
-        self._told = ToldReadiness()
-        self._secrets = SecretFiles()
-        self._traces = Traces()
         self._journal: KeptJournal | None = None
 
     # ------------------------------------------------------------------ from start to end
@@ -74,40 +68,33 @@ class NodeDaemon:
     async def start(self) -> None:
         """Open HTTP and sockets, make the memory, start the workers. Returns when those are starting."""
         parts, config = self.parts, self.parts.config
-        self._broken = asyncio.get_running_loop().create_future()
         require_memory_directory(config, parts.layout)
-        self._open_traces()
+        role, names = parts.identity.role, parts.identity._asdict()
+        self.open_traces(config.telemetry.traces, names, parts.events, PARTS[role], parts.recent)
         group = None if config.runtime_group is None else group_number(config.runtime_group)
         prepare_runtime_directory(config.runtime_dir, group)
         parts.workers.open(parts.identity.incarnation)
         parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, parts.engines)
-        self._open_peers()
-        self._http = open_http(config.http, self._app, self._secrets, parts.seldom, shutdown_s=self._closing_part_s)
-        self._background(self._http.wait_ended(), "http")
-        self._announce(self._http.url)
-        self._background(self._ticks(), "ticks")
-        self._background(self._secrets.run(), "secrets")
+        keys = curve_keys(config.control.curve)
+        identity = PeerIdentity(parts.identity.incarnation, keys, insecure=config.insecure)
+        self.overview.control = self.peers.open(identity)
+        self.open(config.http, self._app, shutdown_s=self._closing_part_s)
+        self._announce(self.url)
+        self.background(self._ticks(), "ticks")
         await self._create_memory(group)
         parts.workers.start(
             lambda rank: parts.worker_setup(rank, self.peers.epoch), None if parts.adopted else parts.identity
         )
-        self._background(parts.workers.failed(), "workers")
+        self.background(parts.workers.failed(), "workers")
         if parts.stored is not None:
             parts.stored.open(parts.memory.twins, parts.memory.host, log_level=config.telemetry.log_level.value)
-            self._background(parts.stored.failed(), "store")
-
-    async def failed(self) -> None:
-        """Raise when a part that the daemon cannot do without has ended."""
-        if self._broken is not None:
-            await asyncio.shield(self._broken)
+            self.background(parts.stored.failed(), "store")
 
     async def drain(self) -> None:
         """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_rooms_s`)."""
         limit_s = self.parts.config.timeouts.shutdown_rooms_s
         self.admission.close("the daemon is shutting down")
-        leaving = (
-            [] if self.overview.announcer is None else [self._background(self.overview.announcer.leave(), "leave")]
-        )
+        leaving = [] if self.overview.announcer is None else [self.background(self.overview.announcer.leave(), "leave")]
         log.info("draining", rooms=self.rooms.book.open_count, limit_s=limit_s)
         if not await self._wait_idle(limit_s):
             log.warning("rooms_aborted", rooms=self.rooms.book.open_count, limit="timeouts.shutdown_rooms_s")
@@ -117,49 +104,24 @@ class NodeDaemon:
         elif leaving:
             await asyncio.wait(leaving, timeout=self._closing_part_s)
 
-    async def close(self) -> None:
-        """Close everything, users before what they use. Harmless when nothing is open. Raises errors when everything is closed."""
+    def close_parts(self, last_first: AsyncExitStack) -> None:
         parts = self.parts
-        async with AsyncExitStack() as last_first:
-            last_first.push_async_callback(self._traces.close, self._closing_part_s)
-            last_first.callback(parts.memory.close)
-            last_first.push_async_callback(self._leave_pools)
-            last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
-            last_first.callback(parts.engine_socket.close)
-            last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
-            last_first.push_async_callback(parts.workers.close, 2 * self._closing_part_s)
-            if parts.stored is not None:
-                last_first.push_async_callback(parts.stored.close, self._closing_part_s)
-            if self.overview.announcer is not None:
-                last_first.push_async_callback(self.overview.announcer.close)
-            if self._http is not None:
-                last_first.push_async_callback(self._http.stop)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._tasks.clear()
-        parts.seldom.tell(everything=True)
-
-    @property
-    def _closing_part_s(self) -> float:
-        return self.parts.config.timeouts.shutdown_close_s / CLOSING_PARTS
+        last_first.callback(parts.memory.close)
+        last_first.push_async_callback(self._leave_pools)
+        last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
+        last_first.callback(parts.engine_socket.close)
+        last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
+        last_first.push_async_callback(parts.workers.close, 2 * self._closing_part_s)
+        if parts.stored is not None:
+            last_first.push_async_callback(parts.stored.close, self._closing_part_s)
+        if self.overview.announcer is not None:
+            last_first.push_async_callback(self.overview.announcer.close)
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
         while self.rooms.book.open_count and time.monotonic() < deadline_s:  # noqa: ASYNC110 - rooms end in many ways
             await asyncio.sleep(TICK_S)
         return not self.rooms.book.open_count
-
-    def _background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.append(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and self._broken is not None and not self._broken.done():
-            self._broken.set_exception(error)
 
     async def _ticks(self) -> None:
         heartbeat_s = self.parts.config.timeouts.control_heartbeat_s
@@ -172,30 +134,15 @@ class NodeDaemon:
             self.parts.workers.watch()
             if self.parts.backups is not None:
                 self.parts.backups.tick()
-            self.parts.seldom.tell()
-            self._traces.look()
             if self.parts.memory.kept is not None:
                 self.parts.memory.kept.files.renew()
-            if not self.admission.closed:
-                self._told.look(self.overview.readiness())
+            self.tell(None if self.admission.closed else self.overview.readiness())
             self._look_for_announcements()
             if (now_s := time.monotonic()) >= next_heartbeat_s:
                 next_heartbeat_s = now_s + heartbeat_s  # what was missed while the process was stopped is not caught up
                 self.peers.watch()
 
     # ------------------------------------------------------------------ parts
-
-    def _open_traces(self) -> None:
-        parts = self.parts
-        traces, names = parts.config.telemetry.traces, parts.identity._asdict()
-        self._traces.open(traces, names=names, metrics=parts.metrics, secrets=self._secrets)
-        self._traces.read(parts.events, PARTS[parts.identity.role], parts.recent)
-
-    def _open_peers(self) -> None:
-        config = self.parts.config
-        keys = curve_keys(config.control.curve)
-        identity = PeerIdentity(self.parts.identity.incarnation, keys, insecure=config.insecure)
-        self.overview.control = self.peers.open(identity)
 
     def _app(self, settings: AppSettings) -> Application:
         return create_daemon_app(
@@ -205,7 +152,7 @@ class NodeDaemon:
             settings=settings,
             timeline_of=self.overview.timeline,
             page=self.overview.page,
-            begin_trace=self._traces.begin,
+            begin_trace=self.begin_trace,
         )
 
     async def _create_memory(self, group: int | None) -> None:
@@ -234,7 +181,7 @@ class NodeDaemon:
         twins.watch(self._journal)
         if kept.found.pages:
             restored = RestoredCopies(parts.book, twins, digest, kept.found, kept.restored, lost=self._journal.removed)
-            self._background(restored.run(), "kept pools")
+            self.background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:
         """Complete the journal of kept pools, now that nothing copies pages any more."""
@@ -251,7 +198,7 @@ class NodeDaemon:
         if not config.bootstrap.url:
             return
         link, key = config.bootstrap, "bootstrap.token_file"
-        token = self._secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
+        token = self.secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
         self.overview.http_url = url
         replicas = [
             DirectoryClient(url, token=token.current, timeout_s=BOOTSTRAP_CALL_S)
@@ -264,7 +211,7 @@ class NodeDaemon:
             load=self.overview.load,
             interval_s=config.bootstrap.heartbeat_interval_s,
         )
-        self._background(announcer.run(), "announcer")
+        self.background(announcer.run(), "announcer")
 
     def _look_for_announcements(self) -> None:
         """Tell the directory at once when this node becomes ready or unready, or its load changes much."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 
 import structlog
 
@@ -15,11 +16,12 @@ from kvbridge.config.loading import read_token
 from kvbridge.config.schema import RouterConfig
 from kvbridge.core.ids import Role
 from kvbridge.core.process import moment
-from kvbridge.daemon.front import Service
+from kvbridge.daemon.lifecycle import Daemon
 from kvbridge.http.router_app import create_router_app
 from kvbridge.router.exchange import Router
 from kvbridge.router.servers import OpenAiServers, Servers, ServerWatch
 from kvbridge.telemetry.metrics import READY, ROUTER_SERVERS
+from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -27,11 +29,12 @@ LOOK_S = 0.25
 """How often the log is told whether the router is ready."""
 
 
-class RouterDaemon(Service):
+class RouterDaemon(Daemon):
     """One router."""
 
     def __init__(self, config: RouterConfig) -> None:
-        super().__init__("router")
+        super().__init__(Metrics(role="router"), spans_s=0.0)
+        self.metrics.built("router", "router")
         self.config = config
         self.servers = Servers()
         self._upstream = OpenAiServers(config.timeouts)
@@ -64,11 +67,11 @@ class RouterDaemon(Service):
             self.servers.use(Role.PREFILL, self.config.prefill)
             self.servers.use(Role.DECODE, self.config.decode)
             self._watch.follow()
-        works = [self._look, *([self._watch.run] if self._replicas else [])]
         shutdown_s = self.config.timeouts.shutdown_s / 5
-        await self.open(
-            self.config.http, lambda made: create_router_app(self.router, self, made), *works, shutdown_s=shutdown_s
-        )
+        self.open(self.config.http, lambda made: create_router_app(self.router, self, made), shutdown_s=shutdown_s)
+        self.background(self._look(), "look")
+        if self._replicas:
+            self.background(self._watch.run(), "directory")
         log.info("daemon_listens", http=self.url, order=self.config.order.value)
 
     async def drain(self) -> None:
@@ -76,13 +79,15 @@ class RouterDaemon(Service):
         await self.router.drain(self.config.timeouts.shutdown_s * 0.7)
 
     async def close(self) -> None:
-        """Cut off what is left, and close the endpoint, then what is behind it."""
+        """Cut off the requests that are left, then close as every daemon does."""
         self.router.end()
         await self._watch.close()
-        await self.end()
-        await self._upstream.close()
+        await super().close()
+
+    def close_parts(self, last_first: AsyncExitStack) -> None:
         for replica in self._replicas:
-            await replica.close()
+            last_first.push_async_callback(replica.close)
+        last_first.push_async_callback(self._upstream.close)
 
     async def _look(self) -> None:
         while True:

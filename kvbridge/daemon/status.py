@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 from kvbridge import __version__
 from kvbridge.api.directory import Load, NodeRegistration
@@ -15,17 +15,14 @@ from kvbridge.api.rooms import RoomTimeline, TimelineEntry
 from kvbridge.api.status import (
     BootstrapLinkStatus,
     DecodeNodeStatus,
-    FenceStatus,
     HostTierStatus,
     KeptPoolsStatus,
     ModelStatus,
     NodeStatus,
-    PeerStatuses,
     PrefixStatus,
     Readiness,
     RegistrationState,
 )
-from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
@@ -35,8 +32,8 @@ from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import FEATURES, REASON_CHARS
 from kvbridge.daemon.announce import Announcer
+from kvbridge.daemon.links import Links, control_modes
 from kvbridge.daemon.parts import NodeParts
-from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.http.app import Document
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.room_book import RoomBook
@@ -52,36 +49,10 @@ ROOMS_OF_STATE = 25
 """Rooms of each state that the status page shows; all are counted."""
 
 
-class Peers(Protocol):
-    """The nodes of the other role."""
-
-    def open(self, identity: PeerIdentity) -> PeerAddress | None:
-        """Open the links. Return the address for peers, None for a role that does not listen."""
-
-    async def close(self, timeout_s: float) -> None:
-        """Flush and close the links. Harmless when closed."""
-
-    def watch(self) -> None:
-        """Send heartbeats and look for silent peers; called every `timeouts.control_heartbeat_s`."""
-
-    def tick(self) -> None:
-        """Look at deadlines."""
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the endpoints that rank workers give out."""
-
-    def status(self) -> PeerStatuses:
-        """The known peers."""
-
-    def fence(self) -> FenceStatus | None:
-        """The fence against writers that gave no proof; None for a role that nobody writes to."""
-
-
 class NodeOverview:
     """Implements StatusPort. Three attributes are set while the daemon opens."""
 
-    def __init__(self, parts: NodeParts, peers: Peers, rooms: RoomBook[Any], admission: AdmissionController) -> None:
+    def __init__(self, parts: NodeParts, peers: Links, rooms: RoomBook[Any], admission: AdmissionController) -> None:
         self._parts = parts
         self._peers = peers
         self._rooms = rooms

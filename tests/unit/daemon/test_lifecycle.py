@@ -15,10 +15,9 @@ from kvbridge.config.endpoints import TracesConfig
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.daemon import node as node_module
-from kvbridge.daemon.lifecycle import ToldReadiness, Traces, run_daemon
+from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.daemon.node import TICK_S
 from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.telemetry.facts import PairingEnded
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
@@ -41,7 +40,7 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_memory(tmp_path: Path) -
         node._http = BrokenServer()  # type: ignore[assignment]
         await node.parts.memory.create(tmp_path, "made", cancel_s=5)
         assert node.parts.memory.device
-        waiting = node._background(asyncio.sleep(60), "waits")
+        waiting = node.background(asyncio.sleep(60), "waits")
         try:
             await node.close()
         finally:
@@ -52,24 +51,16 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_memory(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-class Observed:
+class Observed(Daemon):
     """A daemon that looks, once it has started, at what a full collection would go through, and ends."""
 
     def __init__(self) -> None:
+        super().__init__(Metrics(role="bootstrap"), spans_s=0.0)
         self.parts = [[] for _ in range(1000)]
         self.frozen = self.collected = 0
 
-    async def start(self) -> None:
-        pass
-
     async def failed(self) -> None:
         self.frozen, self.collected = gc.get_freeze_count(), len(gc.get_objects())
-
-    async def drain(self) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
 
 
 def test_the_collector_leaves_alone_what_a_daemon_is_made_of() -> None:
@@ -82,9 +73,9 @@ def test_the_collector_leaves_alone_what_a_daemon_is_made_of() -> None:
 
 
 def test_the_log_has_each_change_of_readiness_once(capsys: pytest.CaptureFixture[str]) -> None:
-    told = ToldReadiness()
+    daemon = Daemon(Metrics(role="bootstrap"), spans_s=0.0)
     for reasons in ((), (), ("the pools are being made",), ("the pools are being made",), ()):
-        told.look(Readiness(ready=not reasons, reasons=reasons))
+        daemon.tell(Readiness(ready=not reasons, reasons=reasons))
     lines = "".join(capsys.readouterr()).splitlines()
     assert ["daemon_not_ready" in line for line in lines] == [False, True, False]
 
@@ -114,11 +105,10 @@ async def test_heartbeats_that_were_missed_are_not_caught_up(monkeypatch):
     assert [round(beat - begun_s, 2) for beat in beats] == [1.0, 30.5, 31.5], "once, and then as ever"
 
 
-def opened(config: TracesConfig, secrets: SecretFiles | None = None) -> Traces:
-    traces = Traces()
-    names = {"role": "bootstrap", "incarnation": "abc"}
-    traces.open(config, names=names, metrics=Metrics(role="bootstrap"), secrets=secrets or SecretFiles())
-    return traces
+def opened(config: TracesConfig, stream: EventStream | None = None) -> Daemon:
+    daemon = Daemon(Metrics(role="bootstrap"), spans_s=20.0)
+    daemon.open_traces(config, {"role": "bootstrap", "incarnation": "abc"}, stream or EventStream())
+    return daemon
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch):
@@ -133,16 +123,14 @@ def test_headers_come_from_their_file_and_change_with_it(tmp_path: Path):
     file = tmp_path / "headers"
     file.write_text("x-key: one\n")
     with span_collector() as collector:
-        secrets = SecretFiles()
-        config = TracesConfig(endpoint=collector.url, headers_file=file)
-        traces, stream = opened(config, secrets), EventStream()
-        traces.read(stream)
+        config, stream = TracesConfig(endpoint=collector.url, headers_file=file), EventStream()
+        daemon = opened(config, stream)
         file.write_text("x-key: another\n")
-        [secret] = secrets._followed
+        [secret] = daemon.secrets._followed
         secret.follow()
-        trace = traces.begin(None)
+        trace = daemon.begin_trace(None)
         stream.emit(PairingEnded(room=1, generation=1, seconds=0.5, outcome="paired", trace=trace))
-        asyncio.run(traces.close(20.0))
+        asyncio.run(daemon.close())
         [span] = collector.spans
         assert (span.name, span.trace_id, span.parent_id) == ("pair", trace.trace_id, "")
         assert collector.headers[0]["x-key"] == "another"

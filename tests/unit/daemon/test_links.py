@@ -21,8 +21,8 @@ from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatch
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
+from kvbridge.daemon.decode import PrefillLinks
 from kvbridge.daemon.parts import EngineSocket, NodeParts
-from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.local_servers import held_ports
@@ -75,7 +75,7 @@ class Decode:
             }
         )
         parts = NodeParts(config, Role.DECODE)
-        self.links = PrefillLinks(config, parts)
+        self.links = PrefillLinks(parts)
         self.nodes = PrefillNodes(parts.description, self.links, parts.events)
         self.hears(lambda: None)
         self.links.serve(self.nodes, None, SimpleNamespace(tick=None, status=None))

@@ -9,7 +9,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.decode import decode_daemon
-from kvbridge.daemon.peer_setup import control_modes
+from kvbridge.daemon.links import control_modes
 from kvbridge.daemon.prefill import prefill_daemon
 
 ADOPTED = {"memory": "adopted", "host": {"pages": 8}}
