@@ -136,9 +136,9 @@ class NodeIdentity(NamedTuple):
 class PageTable:
     """The pages of one request in one index space, in the order of its tokens.
 
-    `ids[i]` is the page that holds logical page `first_page + i`, where a logical page covers `tokens_per_page` tokens
-    counted from the start of the request. `first_page` is 0 except in the window space, where leading pages have
-    slid out. `ids` is int32, one-dimensional, not written after construction.
+    `ids[i]` is the page that holds logical page `first_page + i`, where a logical page covers `tokens_per_page` tokens counted from
+    the start of the request. `first_page` is 0 except in the window space, where leading pages have slid out. `ids` is int32,
+    one-dimensional, not written after construction.
     """
 
     space: IndexSpace

@@ -36,8 +36,8 @@ class ModelIdentity(FrozenModel):
 def identity_conflict(prefill: ModelIdentity | None, decode: ModelIdentity | None) -> str:
     """Return why a decode node must not take pages of a prefill node, or an empty text.
 
-    A decode node that states a model keeps pages under that name, so every writer has to state the same. A decode node that
-    states none keeps nothing.
+    A decode node that states a model keeps pages under that name, so every writer has to state the same. A decode node that states
+    none keeps nothing.
     """
     if decode is None or prefill == decode:
         return ""

@@ -9,8 +9,8 @@ A step, for the requests that decode together, as the engine calls it:
     end_step()                     pages that are complete now start on their way to the host
 
 `append` and `swap_in` read only device memory that never moves, so they may be captured into a CUDA graph for a batch size and
-replayed; the other verbs stay outside. No verb waits for the device, and none allocates device memory. All of it happens on
-torch's current stream of the device, or beside it and in order with it.
+replayed; the other verbs stay outside. No verb waits for the device, and none allocates device memory. All of it happens on torch's
+current stream of the device, or beside it and in order with it.
 
 Host pages: a request's page table names them. The first `shared_pages` of them others read as well, and nobody writes; all others
 are this request's alone from `admit` until what `release` returned says that they are quiet. Give them back only then.
@@ -151,11 +151,11 @@ class SparseCache(Closing):
     def admit(self, request_slot: int, host_page_ids: PageIdArray, rows: int, *, shared_pages: int = 0) -> None:
         """Begin a request of `rows` complete rows in a free slot.
 
-        `host_page_ids`: int32, the request's host pages in the order of its rows; all pages that it will need, or as many as it
-        has now and the rest by `extend`. `shared_pages`: so many of them, from the first on, hold a prefix that this node had
-        already (`prefix_tokens` of the claim, in pages): a step that would write one is refused with IntegrityError. What its first
-        step needs is loaded beside compute. Raises CapacityError, ConflictError, InvalidInputError, PageOutOfBoundsError; then
-        nothing has changed.
+        `host_page_ids`: int32, the request's host pages in the order of its rows; all pages that it will need, or as many as it has
+        now and the rest by `extend`. `shared_pages`: so many of them, from the first on, hold a prefix that this node had already
+        (`prefix_tokens` of the claim, in pages): a step that would write one is refused with IntegrityError. What its first step
+        needs is loaded beside compute. Raises CapacityError, ConflictError, InvalidInputError, PageOutOfBoundsError; then nothing
+        has changed.
         """
         self._check_ids(request_slot, host_page_ids)
         request = self.requests.admit(request_slot, host_page_ids.copy(), rows, shared_pages=shared_pages)
@@ -209,8 +209,8 @@ class SparseCache(Closing):
     def begin_step(self, entries: Sequence[tuple[int, int]]) -> None:
         """Begin a step of some requests: (request slot, its complete rows after this step), in the order of the batch.
 
-        Each has as many rows as before or one more. Raises InvalidInputError, NotFoundError, ConflictError before anything
-        has been changed or enqueued: for a page that would be complete with this step but has no host page, too.
+        Each has as many rows as before or one more. Raises InvalidInputError, NotFoundError, ConflictError before anything has been
+        changed or enqueued: for a page that would be complete with this step but has no host page, too.
         """
         plan = self.requests.begin_step(entries)
         for slot, _ in entries:

@@ -1,10 +1,9 @@
 """The components that a model keeps for each request, as data.
 
-Every component numbers its *rows* along the request: row `r` of a growing component covers tokens
-`[r * tokens_per_row, (r + 1) * tokens_per_row)`; row `r` of a window or a ring is token position `r`. A request of L tokens has one
-live interval of rows, `live_rows(L)`, and every row has one place: logical page `r // rows_per_logical_page`, slot
-`r % slots_per_page`. A ring has fewer slots than rows in a logical page. Planning, accounting and the engines' views follow from
-these two lines.
+Every component numbers its *rows* along the request: row `r` of a growing component covers tokens `[r * tokens_per_row, (r + 1) *
+tokens_per_row)`; row `r` of a window or a ring is token position `r`. A request of L tokens has one live interval of rows,
+`live_rows(L)`, and every row has one place: logical page `r // rows_per_logical_page`, slot `r % slots_per_page`. A ring has fewer
+slots than rows in a logical page.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvbridge.core.ids import REQUEST_SPACES, FrozenModel, IndexSpace, NonNegati
 
 
 class ComponentKind(StrEnum):
-    """Every kind of per-layer state that the bridge knows. The list is closed: an unknown kind is refused."""
+    """The kinds of per-layer state. The list is closed: an unknown kind is refused."""
 
     C4_KV = "c4_kv"
     C4_INDEXER = "c4_indexer"
@@ -54,8 +53,8 @@ class Liveness(StrEnum):
     WINDOW = "window"
     """One row a token, the last `window` of them: rows [max(0, L - window), L)."""
     TAIL = "tail"
-    """One row a token: the incomplete block of `block` tokens, and `overlap` complete blocks before it:
-    rows [max(0, (L // block - overlap) * block), L)."""
+    """One row a token: the incomplete block of `block` tokens, and `overlap` complete blocks before it: rows [max(0, (L // block -
+    overlap) * block), L)."""
     WHOLE = "whole"
     """One row that summarises everything: row [0, 1)."""
 
@@ -75,24 +74,24 @@ class RowInterval(FrozenModel):
 class Component(FrozenModel):
     """One kind of per-layer state: which layers have it, how its pages look, which rows are live.
 
-    A page of a rank that holds `n` of the component's `lanes` is `n` lane blocks one after another (a lane is a KV head
-    of a head-sharded component; replicated components have one lane). A lane block is, for each entry `b` of
-    `row_parts_bytes`, `slots_per_page` rows of `b` bytes. A DeepSeek-V4 row (576, 8) is stored as all values and
-    then all scales. After the last lane block the page is padded to a multiple of `page_alignment_bytes`.
+    A page of a rank that holds `n` of the component's `lanes` is `n` lane blocks one after another (a lane is a KV head of a
+    head-sharded component; replicated components have one lane). A lane block is, for each entry `b` of `row_parts_bytes`,
+    `slots_per_page` rows of `b` bytes: DeepSeek-V4 rows (576, 8) are stored as all values and then all scales. After the last lane
+    block the page is padded to a multiple of `page_alignment_bytes`.
     """
 
     kind: ComponentKind
     layers: tuple[NonNegative, ...] = Field(min_length=1)
     """Global layer ids, ascending."""
     space: IndexSpace
-    """The index space of its pages when it resides on the device. On the host it is always `host`."""
+    """The index space of its pages on the device; on the host it is always `host`."""
     encoding: Encoding
     liveness: Liveness
     row_parts_bytes: tuple[Positive, ...] = Field(min_length=1)
     slots_per_page: Positive
     """Rows that a page stores."""
     rows_per_logical_page: Positive
-    """Row numbers that a logical page spans; more than `slots_per_page` for a ring, which then overwrites itself."""
+    """Row numbers that a logical page spans; more than `slots_per_page` for a ring, which overwrites itself."""
     tokens_per_row: Positive = 1
     window: NonNegative = 0
     block: Positive = 1
@@ -104,6 +103,7 @@ class Component(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        growing = self.liveness is Liveness.GROWING
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"{self.kind}: layers must be ascending and distinct, got {self.layers}")
         if self.space not in REQUEST_SPACES or self.space is IndexSpace.HOST:
@@ -119,11 +119,6 @@ class Component(FrozenModel):
             raise ValueError(
                 f"{self.kind}: up to {self.most_live_rows} rows live at once, but a page stores {self.slots_per_page}"
             )
-        self._check_liveness()
-        return self
-
-    def _check_liveness(self) -> None:
-        growing = self.liveness is Liveness.GROWING
         if growing and self.is_ring:
             raise ValueError(f"{self.kind}: a growing component keeps every row, so its pages cannot be rings")
         if growing and self.space is IndexSpace.SWA:
@@ -134,6 +129,7 @@ class Component(FrozenModel):
             raise ValueError(f"{self.kind}: a window of 0 rows keeps nothing")
         if self.host_capable and not growing:
             raise ValueError(f"{self.kind}: only growing components can live in the host pool")
+        return self
 
     @property
     def is_ring(self) -> bool:
@@ -143,15 +139,9 @@ class Component(FrozenModel):
     @property
     def most_live_rows(self) -> int:
         """The largest live interval of a window, tail or whole component (growing ones have no limit: 0)."""
-        match self.liveness:
-            case Liveness.GROWING:
-                return 0
-            case Liveness.WINDOW:
-                return self.window
-            case Liveness.TAIL:
-                return self.block * (self.overlap + 1) - 1
-            case Liveness.WHOLE:
-                return 1
+        tail = self.block * (self.overlap + 1) - 1
+        sizes = {Liveness.GROWING: 0, Liveness.WINDOW: self.window, Liveness.TAIL: tail, Liveness.WHOLE: 1}
+        return sizes[self.liveness]
 
     @property
     def row_bytes(self) -> int:
@@ -214,7 +204,7 @@ Fact = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class ModelGeometry(FrozenModel):
-    """All components of one model: two instances must agree on them, and the fingerprint is made of them."""
+    """All components of one model: two instances must agree on them, and the fingerprint names them."""
 
     name: str = Field(min_length=1, max_length=200)
     layer_count: Positive
@@ -246,7 +236,7 @@ class ModelGeometry(FrozenModel):
 
     def component(self, kind: ComponentKind) -> Component:
         """Return the component of that kind. Raises InvalidInputError when the model has none."""
-        for component in self.components:
-            if component.kind is kind:
-                return component
-        raise InvalidInputError(f"model '{self.name}' has no component '{kind}'")
+        found = next((component for component in self.components if component.kind is kind), None)
+        if found is None:
+            raise InvalidInputError(f"model '{self.name}' has no component '{kind}'")
+        return found

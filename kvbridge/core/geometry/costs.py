@@ -205,8 +205,8 @@ def hot_slot_bytes(plan: DecodePlan) -> SparseBytes:
 def fit_memory(plan: DecodePlan, cost: RequestCost, *, device_bytes: int, host_bytes: int) -> Fit:
     """Return how many such requests fit into memory that is not divided yet, on the rank's device and on its host.
 
-    Each is charged its slot of the hot buffer, so the answer is also how large the buffer would have to be; `max_requests` does
-    not count.
+    Each is charged its slot of the hot buffer, so the answer is also how large the buffer would have to be; `max_requests` does not
+    count.
     """
     limits = {"device memory": (device_bytes, cost.device_bytes), "host memory": (host_bytes, cost.host_bytes)}
     return _fit(plan, cost, limits)

@@ -164,8 +164,8 @@ def _difference(ours: object, theirs: object, path: str) -> str | None:
 def lane_interval(component: Component, tp_rank: int, tp_size: int) -> tuple[int, int]:
     """Return the lanes [start, stop) that a tensor-parallel rank holds.
 
-    One-lane components are replicated on every rank. With more ranks than lanes, neighbouring ranks hold the same lane.
-    Raises UnsupportedError when the lanes cannot be split or shared evenly.
+    One-lane components are replicated on every rank. With more ranks than lanes, neighbouring ranks hold the same lane. Raises
+    UnsupportedError when the lanes cannot be split or shared evenly.
     """
     if not 0 <= tp_rank < tp_size:
         raise InvalidInputError(f"tensor-parallel rank {tp_rank} does not exist among {tp_size}")

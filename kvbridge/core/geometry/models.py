@@ -249,8 +249,8 @@ def _v4(config: _Config, encoding: Encoding, value_bytes: int, page: int) -> lis
 
     components = []
     if sparse:
-        # An entry is pooled from its own block and the one before it, each with its own half of the features, so a state row is
-        # [kv a | kv b | score a | score b].
+        # An entry is pooled from its own block and the one before it, each with its own half of the features, so a state row is [kv
+        # a | kv b | score a | score b].
         ring: dict[str, Any] = {"space": IndexSpace.SWA, "block": sparse_rate, "overlap": 1}
         ring |= {"slots_per_page": min(2 * sparse_rate, page), "rows_per_logical_page": page}
         components += [

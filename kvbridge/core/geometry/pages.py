@@ -19,7 +19,7 @@ from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable
 
 NO_HOST: frozenset[ComponentKind] = frozenset()
 GROWING_SPACES = (IndexSpace.FULL, IndexSpace.HOST)
-"""Those in which a page is final once its tokens are computed."""
+"""A page of these is final once its tokens are computed."""
 MOST_PAGES = MAX_TABLE_BYTES // 4
 """Pages that a table on the wire can name."""
 
@@ -33,9 +33,9 @@ def pages_needed(
 ) -> dict[IndexSpace, int]:
     """Return the pages to reserve in each space that the node uses, for a request that ends with `tokens` tokens.
 
-    `tokens` counts the prompt and all that decode may append. Decode begins at `prompt_tokens`; left out, nothing is appended, as
-    on a prefill node. `host` names the components that live in the node's host pool. Raises InvalidInputError when the token counts
-    contradict each other or a component in `host` cannot live there.
+    `tokens` counts the prompt and all that decode may append. Decode begins at `prompt_tokens`; None: nothing is appended, as on a
+    prefill node. `host` names the components in the node's host pool. Raises InvalidInputError when the token counts contradict
+    each other or a component in `host` cannot live there.
     """
     begin = tokens if prompt_tokens is None else prompt_tokens
     if not 0 <= begin <= tokens:
@@ -45,28 +45,20 @@ def pages_needed(
             raise InvalidInputError(f"component '{kind}' of model '{geometry.name}' cannot live in the host pool")
     needed: dict[IndexSpace, int] = {}
     for component in geometry.components:
-        space = IndexSpace.HOST if component.kind in host else component.space
-        if space in needed and space is not IndexSpace.HOST:
-            continue  # equal for all components of the space
-        needed[space] = max(needed.get(space, 0), _pages(geometry, component, space, begin=begin, tokens=tokens))
-    return needed
-
-
-def _pages(geometry: ModelGeometry, component: Component, space: IndexSpace, *, begin: int, tokens: int) -> int:
-    match space:
-        case IndexSpace.FULL:
-            return -(-tokens // geometry.tokens_per_page)
-        case IndexSpace.HOST:
+        space, stop = component.space, -(-tokens // geometry.tokens_per_page)
+        if component.kind in host:
             # Complete rows only, so this is one less than FULL where the last page holds no complete row yet.
-            return -(-(tokens // component.tokens_per_row) // component.slots_per_page)
-        case IndexSpace.SWA:
-            beyond = -(-tokens // geometry.tokens_per_page)
-            return min(most_window_pages(geometry), beyond - first_window_page(geometry, begin))
-        case IndexSpace.REQUEST:
-            # Reserved always: decode fills its rings even when nothing of them is sent.
-            return 1
-        case _:
-            raise InvalidInputError(f"component '{component.kind}': requests have no pages of '{space}'")
+            pages = -(-(tokens // component.tokens_per_row) // component.slots_per_page)
+            needed[IndexSpace.HOST] = max(needed.get(IndexSpace.HOST, 0), pages)
+        elif space in needed:
+            continue  # equal for all components of the space
+        elif space is IndexSpace.FULL:
+            needed[space] = stop
+        elif space is IndexSpace.SWA:
+            needed[space] = min(most_window_pages(geometry), stop - first_window_page(geometry, begin))
+        else:
+            needed[space] = 1  # reserved always: decode fills its rings even when nothing of them is sent
+    return needed
 
 
 def check_demand(demand: Mapping[IndexSpace, int]) -> None:
@@ -83,10 +75,7 @@ def check_demand(demand: Mapping[IndexSpace, int]) -> None:
 
 
 def first_window_page(geometry: ModelGeometry, tokens: int) -> int:
-    """Return the logical page of the earliest row that is live in the window space at `tokens` tokens.
-
-    When no row is live, return the page of the next row.
-    """
+    """Return the logical page of the earliest row that is live in the window space at `tokens` tokens, or else of the next row."""
     return min((rows.start for rows in _live_windows(geometry, tokens)), default=tokens) // geometry.tokens_per_page
 
 
@@ -128,17 +117,15 @@ def _window_components(geometry: ModelGeometry) -> list[Component]:
 def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> PageTable:
     """Return the table of the logical pages [first_page, first_page + page_count), taken from the ring `table`.
 
-    `table` is the window table as it was reserved; rotate that one at each length, not a result of this function.
-    Raises InvalidInputError when the pages lie before the ring or are more than it holds at once.
+    `table` is the window table as it was reserved; rotate that one at each length, not a result of this function. Raises
+    InvalidInputError when the pages lie before the ring or are more than it holds at once.
     """
     ids = table.require(IndexSpace.SWA)
     if first_page < table.first_page:
         raise InvalidInputError(f"window page {first_page} lies before the ring, which begins at {table.first_page}")
     if not 0 <= page_count <= len(ids):
         raise InvalidInputError(f"a ring of {len(ids)} window pages cannot hold {page_count} pages at once")
-    if page_count == 0:
-        return PageTable(IndexSpace.SWA, ids[:0], first_page)
-    entries = (first_page - table.first_page + np.arange(page_count)) % len(ids)
+    entries = (first_page - table.first_page + np.arange(page_count)) % max(1, len(ids))
     return PageTable(IndexSpace.SWA, ids[entries], first_page)
 
 
@@ -147,12 +134,9 @@ def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> Page
 
 def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray], *, prompt_tokens: int) -> Tables:
     """Build the tables of a request of `prompt_tokens` tokens; a window table begins with its last window."""
+    firsts = {IndexSpace.SWA: first_window_page(geometry, prompt_tokens)}
     return {
-        space: PageTable(
-            space,
-            np.ascontiguousarray(pages, dtype=np.int32),
-            first_window_page(geometry, prompt_tokens) if space is IndexSpace.SWA else 0,
-        )
+        space: PageTable(space, np.ascontiguousarray(pages, dtype=np.int32), firsts.get(space, 0))
         for space, pages in ids.items()
     }
 
@@ -173,8 +157,8 @@ def further_tables(held: Tables, named: Tables) -> Tables:
         known = before.ids[max(0, table.first_page - before.first_page) :][: len(repeated)]
         if not before.first_page <= table.first_page <= stop or not np.array_equal(repeated, known):
             raise ConflictError(
-                f"of space '{space}' the room has the {len(before)} logical pages from {before.first_page} on; named are "
-                f"{len(table)} from {table.first_page} on, which are others or do not follow"
+                f"the room has {len(before)} logical pages of space '{space}' from {before.first_page} on; the {len(table)} pages "
+                f"named from {table.first_page} on differ from them or leave a gap"
             )
         if len(repeated) < len(table):
             further[space] = PageTable(space, table.ids[len(repeated) :], stop)
@@ -219,16 +203,17 @@ def tables_cover(
 ) -> None:
     """Raise InvalidInputError unless `tables` give a page to every live row of a request that now has `tokens` tokens.
 
-    More pages than needed are allowed. The first pages of `full`, which hold only the first `prefix_tokens`, may be left out.
-    The message names the space, the pages needed and those given. Only the page book and the plan know whether the pages exist.
+    More pages than needed are allowed. The first pages of `full`, which hold only the first `prefix_tokens`, may be left out. The
+    message names the space, the pages needed and those given. Only the page book and the plan know whether the pages exist.
     """
+    firsts = {
+        IndexSpace.SWA: first_window_page(geometry, tokens),
+        IndexSpace.FULL: prefix_tokens // geometry.tokens_per_page,
+    }
     for space, count in pages_needed(geometry, tokens=tokens, host=host).items():
-        first, known = 0, 0
-        if space is IndexSpace.SWA:
-            first = first_window_page(geometry, tokens)
-        elif space is IndexSpace.FULL:
-            known = prefix_tokens // geometry.tokens_per_page
-        _check_table(tables.get(space), space, pages=range(first + known, first + count), tokens=tokens)
+        first = firsts.get(space, 0)
+        stop = first + count if space is IndexSpace.SWA else count
+        _check_table(tables.get(space), space, pages=range(first, stop), tokens=tokens)
 
 
 def tables_hold(tables: Tables, geometry: ModelGeometry, *, tokens: int) -> None:

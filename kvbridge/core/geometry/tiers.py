@@ -1,7 +1,7 @@
 """The prefixes that outlast a request: where prefill can continue one, and what a host copy keeps of a device page.
 
-Rows of growing components never change. Windows and states do: they are there at a page's end only if an engine stood exactly at
-that end and wrote them down. Such a *checkpoint* is the pages of `swa` that hold live rows there.
+Rows of growing components never change. Windows and states do: a page's end has them only if an engine stood exactly there and
+wrote them down. Such a *checkpoint* is the pages of `swa` that hold live rows at that end.
 
 A host copy of a page in `full` keeps all of the page. A host copy of a page in `swa` is worth keeping as part of a checkpoint only:
 it keeps the rows that are live at the page's end, one lane after another, each as its *pieces*.
@@ -24,7 +24,7 @@ PIECE_ALIGNMENT_BYTES = 16
 
 
 class CheckpointCause(StrEnum):
-    """Why windows and states are wanted at a page's end; the first that holds."""
+    """The reason to write windows and states at a page's end; the first that holds."""
 
     PROMPT_END = "prompt_end"
     DIVERGENCE = "divergence"
@@ -38,8 +38,8 @@ def why_no_prefixes(geometry: ModelGeometry) -> str:
     if not kinds:
         return ""
     return (
-        f"model '{geometry.name}' has state in its request slot that is not empty at a page's end ({kinds}), and no page can keep "
-        "it: a prefill engine cannot go on with a prefix"
+        f"model '{geometry.name}' has state in its request slot at a page's end ({kinds}), and no page can keep this state: a "
+        "prefill engine cannot go on with a prefix"
     )
 
 
@@ -70,9 +70,9 @@ def wanted_checkpoints(
 ) -> dict[int, CheckpointCause]:
     """Return the page ends of a prompt, in tokens, ascending, where a checkpoint is worth its pages, and why.
 
-    They are the last page end, where the next turn goes on; the end of the prefix that is known here (`known_tokens`), where others
-    may leave it too; and every `interval_tokens`, rounded down to whole pages (0: nowhere else). The engine passes only the ends
-    behind `computed_tokens`.
+    They are the last page end, where the next turn goes on; the end of the prefix that is known here (`known_tokens`), where other
+    prompts may leave it too; and every `interval_tokens`, rounded down to whole pages (0: nowhere else). The engine passes only the
+    ends behind `computed_tokens`.
     """
     if not needs_checkpoints(geometry):
         return {}
@@ -116,13 +116,8 @@ def copied_components(
     Components `on_host` live in the host pool and need none; nor do windows and states of which nothing is live at a page's end.
     """
     spaces = set(HOST_COPIES) if checkpoints else {IndexSpace.FULL}
-    return tuple(
-        component
-        for component in geometry.components
-        if component.space in spaces
-        and component.kind not in on_host
-        and copy_page_bytes(geometry, component, component.lanes)
-    )
+    found = (one for one in geometry.components if one.space in spaces and one.kind not in on_host)
+    return tuple(component for component in found if copy_page_bytes(geometry, component, component.lanes))
 
 
 def copy_page_bytes(geometry: ModelGeometry, component: Component, lanes: int) -> int:

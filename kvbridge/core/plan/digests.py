@@ -1,10 +1,10 @@
-"""Digests of pages: the bytes that each is about, where these lie, and what many digests add up to.
+"""Digests of pages: the bytes of each, their places, the sums of many digests, and the arithmetic of CRC-32C.
 
-The digest of a page is the raw CRC-32C of the page as the destination keeps it, without its padding and with zeros
-where the request has no live row; of what several writers compute from their own rows it is the exclusive or.
+The digest of a page is the raw CRC-32C of the page as the destination keeps it, without its padding and with zeros where the
+request has no live row. Several writers compute digests from their own rows, and the exclusive or of these is the page's.
 
-A digest is known by component, destination lanes, layer and logical page, and not by the destination rank: ranks that
-keep the same lanes keep the same bytes.
+A digest is known by component, destination lanes, layer and logical page, and not by the destination rank: ranks that keep the same
+lanes keep the same bytes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from kvbridge.core.plan.planner import Part, pages_to_send
 ChecksumArray = npt.NDArray[np.uint32]
 
 MAX_PART_BYTES = 512 * 1024
-"""Digests that one message carries. More pages than that of one layer do not fit into a page table."""
+"""Bytes of digests in one message. A page table cannot name more pages of one layer."""
 PIECES_AT_ONCE = 4_096
-"""About how many pieces of several layers are found together."""
+"""Pieces of several layers that are found together, about."""
 
 
 class DigestKind(StrEnum):
-    """What is computed over the pages of a request."""
+    """The digest of a request's pages."""
 
     NONE = "none"
     CRC32C = "crc32c"
@@ -64,7 +64,7 @@ class PageDigests(FrozenModel):
 
     @property
     def key(self) -> DigestKey:
-        """What the pages are."""
+        """The key of these pages."""
         return DigestKey(self.component, self.lane_start, self.lane_stop)
 
 
@@ -92,7 +92,9 @@ class DigestPieces:
 
 
 def sent_groups(pairings: Iterable[Pairing], layers: tuple[int, ...] | None) -> list[LayerGroup]:
-    """Return what a source rank sends of some layers to all ranks of a peer, what several of them get alike only once."""
+    """Return the groups that a source rank sends of some layers to all ranks of a peer; equal ones, for several ranks, only
+    once.
+    """
     seen: set[tuple[DigestKey, int]] = set()
     groups = []
     for pairing in pairings:
@@ -106,7 +108,7 @@ def sent_groups(pairings: Iterable[Pairing], layers: tuple[int, ...] | None) -> 
 
 
 def key_of(group: LayerGroup) -> DigestKey:
-    """Return under which key the digests of a group are known."""
+    """Return the key of a group's digests."""
     form = group.destination.form
     return DigestKey(group.component.kind, form.lane_start, form.lane_stop)
 
@@ -116,8 +118,8 @@ def digest_pieces(
 ) -> Iterator[DigestPieces]:
     """Yield every piece of memory on the source's side that holds live rows of a section, a few thousand at once.
 
-    The source is the side that computes: what a receiver holds has it as both sides (`held_groups`). Raises what
-    `plan` raises for tables that do not fit.
+    The source is the side that computes: a receiver is both sides of what it holds (`held_groups`). Raises as `plan` does for
+    tables that do not fit.
     """
     for part in pages_to_send(groups, section, source, destination):
         page, offset, length = _layer_pieces(part)
@@ -161,7 +163,7 @@ def _all_layers(part: Part, page: IndexArray, offset: IndexArray, length: IndexA
 
 
 class Mismatch(NamedTuple):
-    """A page of a layer of which two sides have different digests."""
+    """A page of a layer for which two sides have different digests."""
 
     key: DigestKey
     layer: int
@@ -173,7 +175,7 @@ class Mismatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Component:
-    """What digests of one component there can be."""
+    """The digests that one component can have."""
 
     rows: Mapping[int, int]
     """Where each layer stands in the arrays."""
@@ -207,13 +209,13 @@ class DigestSums:
         prefix_tokens: int,
         allowed: frozenset[DigestKey] | None = None,
     ) -> Self:
-        """Digests of all that a request needs."""
+        """Return the sums of a whole request."""
         live = {part: part.live_rows(prompt_tokens, prefix_tokens) for part in geometry.components}
         return cls(live, allowed=allowed)
 
     @classmethod
     def of_section(cls, geometry: ModelGeometry, section: Section) -> Self:
-        """Digests of what one section adds."""
+        """Return the sums of the rows that one section adds."""
         return cls({part: section.added_rows(part) for part in geometry.components})
 
     def add(self, key: DigestKey, layer: IndexArray, page: IndexArray, values: ChecksumArray) -> None:
@@ -225,7 +227,7 @@ class DigestSums:
         self._layers[key].update(distinct.tolist())
 
     def merge(self, entries: Iterable[PageDigests]) -> None:
-        """Add what another process has found. Raises InvalidInputError, naming it, for what cannot be of this request."""
+        """Add the digests of another process. Raises InvalidInputError, naming it, for one that cannot be of this request."""
         for entry in entries:
             component = self._check(entry)
             rows = [component.rows[layer] for layer in entry.layers]
@@ -288,15 +290,8 @@ class DigestSums:
         if part:
             yield tuple(part)
 
-    def of_pages(self, key: DigestKey, layers: Sequence[int], pages: range) -> ChecksumArray:
-        """Return the digests of some pages of these layers: of shape (layers, pages)."""
-        component = self._components[key.component]
-        rows = [component.rows[layer] for layer in layers]
-        first = pages.start - component.pages.start
-        return self._array(key)[rows, first : first + len(pages)]
-
     def mismatches(self, found: DigestSums, key: DigestKey, layers: Sequence[int]) -> Iterator[Mismatch]:
-        """Yield where these layers of `found` differ from this, in ascending order. Both are about the same pages."""
+        """Yield where these layers of `found` differ from these sums, in ascending order. Both are about the same pages."""
         if key not in self._sums and key not in found._sums:
             return
         component = self._components[key.component]
@@ -316,8 +311,8 @@ class DigestSums:
 
 # The *raw* checksum of bytes (register 0 at the start, no inversion at the end) is their polynomial over GF(2) times x^32, modulo
 # the generator of Castagnoli. So it is linear: the raw checksum of a whole is the exclusive or of those of its parts, each times
-# x^(8n) for the n bytes that follow the part. Zeros in front change nothing, so only bytes at fixed places are compared by it.
-# A checksum is a uint32 whose highest bit is the coefficient of x^0, as every library stores it.
+# x^(8n) for the n bytes that follow the part. Zeros in front change nothing, so only bytes at fixed places are compared by it. A
+# checksum is a uint32 whose highest bit is the coefficient of x^0, as every library stores it.
 
 GENERATOR = 0x82F63B78
 """x^32 + x^28 + ... + 1 without its x^32."""

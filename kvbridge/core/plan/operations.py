@@ -1,4 +1,4 @@
-"""What a plan is: arrays of (source address, destination address, length), and what they amount to."""
+"""A section of a request, and the plan that moves it: arrays of addresses and lengths, and the amounts by component."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CUT_ALIGNMENT_BYTES = 4_096
 class Operations:
     """Copies to make, in no particular order; none overlaps another's destination.
 
-    Three one-dimensional uint64 arrays of equal length: virtual addresses in the source process and in the destination
-    process, and bytes (never 0). Not written after construction.
+    Three one-dimensional uint64 arrays of equal length: virtual addresses in the source process and in the destination process, and
+    bytes (never 0). Not written after construction.
     """
 
     source: AddressArray
@@ -58,10 +58,7 @@ class Operations:
         return Operations(*(np.concatenate([column[:0], *(column[part] for part in parts)]) for column in columns))
 
     def cut(self, max_bytes: int) -> Operations:
-        """Return the same copies in operations of at most `max_bytes`.
-
-        What is too long is cut into the fewest pieces that alignment allows, all but the last of one size.
-        """
+        """Return the same copies, each cut into the fewest pieces of at most `max_bytes` that alignment allows."""
         if int(self.length.max(initial=0)) <= max_bytes:
             return self
         parts, size = cut_sizes(self.length, max_bytes)
@@ -73,7 +70,7 @@ class Operations:
 
 
 def cut_sizes(length: IntegerArray, max_bytes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return into how many pieces copies of these lengths are cut, and how long the pieces of each are but for the last."""
+    """Return into how many pieces copies of these lengths are cut, and the size of each copy's pieces but for the last one."""
     whole = length.astype(np.int64)
     if not len(whole) or whole.max() <= max_bytes:
         return np.ones_like(whole), whole
@@ -86,11 +83,10 @@ def cut_sizes(length: IntegerArray, max_bytes: int) -> tuple[npt.NDArray[np.int6
 
 
 class Amount(FrozenModel):
-    """How much of one component was planned or sent."""
+    """The amount of one component that was planned or sent."""
 
     lane_rows: NonNegative = 0
-    """Rows times lanes, summed over layers and destinations. Independent of how a request was cut into chunks, so this
-    is what commit is decided by."""
+    """Rows times lanes, summed over layers and destinations. They decide a commit: chunks do not change them."""
     bytes: NonNegative = 0
     """Bytes on the wire; a completed page counts with its padding."""
     operations: NonNegative = 0
@@ -107,20 +103,20 @@ Amounts = dict[ComponentKind, Amount]
 
 
 def add_amounts(left: Amounts, right: Amounts) -> Amounts:
-    """Sum two statements, component by component."""
+    """Return the sums, component by component."""
     return {kind: left.get(kind, Amount()) + right.get(kind, Amount()) for kind in left.keys() | right.keys()}
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank will move to one peer rank for one section of one request."""
+    """The copies of one rank to one peer rank for one section of one request."""
 
     operations: Operations
     amounts: Amounts = field(default_factory=dict)
 
 
 class Section(FrozenModel):
-    """Which part of a request to move: the tokens [start_token, stop_token) of some layers.
+    """A part of a request to move: the tokens [start_token, stop_token) of some layers.
 
     `stop_token == prompt_tokens` makes the section final for its layers: windows, tails and whole rows go out with it.
     """

@@ -1,7 +1,4 @@
-"""Pages: their addresses, runs of them on both sides, and which of them an interval of rows touches.
-
-Page `p` begins `p % pages_per_extent` strides behind the base of its extent, `p // pages_per_extent`.
-"""
+"""Pages: their addresses, runs of them on both sides, and which of them an interval of rows touches."""
 
 from __future__ import annotations
 
@@ -25,7 +22,10 @@ NO_BORDERS = 0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageArray:
-    """The pages of some layers that lie alike, at addresses of one process."""
+    """The pages of some layers that lie alike, at addresses of one process.
+
+    Page `p` begins `p % pages_per_extent` strides behind the base of its extent, `p // pages_per_extent`.
+    """
 
     bases: AddressArray
     """Shape (layers, extents), or (layers, 1) where the extents of each layer follow each other without a gap."""
@@ -124,7 +124,6 @@ def split_rows(component: Component, rows: RowInterval) -> PageSplit:
 
 
 def _slots(component: Component, start: int, stop: int) -> Slots:
-    """Slots of the rows [start, stop) of one logical page, as intervals in ascending order."""
     slots = component.slots_per_page
     if stop - start >= slots:
         return ((0, slots),)
@@ -138,7 +137,7 @@ def _slots(component: Component, start: int, stop: int) -> Slots:
 def byte_intervals(component: Component, lanes: int, slots: Slots) -> list[tuple[int, int]]:
     """Return (offset, length) in bytes of `slots` of every part of `lanes` neighbouring lanes, from the first lane on.
 
-    Ascending; neighbours are merged, so what follows each other in the page is one interval.
+    Ascending; intervals that touch in the page are merged.
     """
     merged: list[tuple[int, int]] = []
     for lane in range(lanes):
@@ -168,7 +167,7 @@ def find_runs(
     """Find the longest runs in two equally long arrays of page ids, in their order.
 
     A run ends where either side's ids do not go on, and at each border between extents, which no operation may cross:
-    `pages_per_extent` gives their distance on the source and on the destination.
+    `pages_per_extent` is the distance of borders on the source and on the destination.
     """
     ends = (source[1:] != source[:-1] + 1) | (destination[1:] != destination[:-1] + 1)
     for ids, border_pages in zip((source, destination), pages_per_extent, strict=True):

@@ -1,10 +1,10 @@
-"""What one prefill rank writes to one decode rank: everything about it that does not depend on a request.
+"""Everything about the writes of one prefill rank to one decode rank that does not depend on a request, and what each writer owes.
 
-Who sends what. A component of a layer goes from every source rank that has the layer to every destination rank that
-has it, as far as their lanes intersect. Source ranks of one stage that hold the same lanes are replicas and share the
-work: pages of space `full` go round by `STRIPE_PAGES`, and in the other spaces, where a request has a page or two but
-many layers, layers go round. The host pool of a decode node is one memory that each of its ranks lists in full, at its
-own addresses; a source rank writes its share of it through one of them.
+A component of a layer goes from every source rank that has the layer to every destination rank that has it, as far as their lanes
+intersect. Source ranks of one stage that hold the same lanes are replicas and share the work: pages of space `full` go round by
+`STRIPE_PAGES`, and in the other spaces, where a request has a page or two but many layers, layers go round. The host pool of a
+decode node is one memory that each of its ranks lists in full, at its own addresses; a source rank writes its share of it through
+one of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from kvbridge.core.plan.planner import Band
 
 STRIPE_PAGES = 4
-"""Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request,
-so that it does not matter how the request is cut into chunks."""
+"""Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request, so that it
+does not matter how the request is cut into chunks."""
 
 RegionsByLayer = dict[tuple[ComponentKind, int], Region]
 
@@ -47,25 +47,25 @@ class Stripe:
         """Whether this logical page is this replica's."""
         return self.owns(page // STRIPE_PAGES)
 
-    def count_pages(self, pages: range) -> int:
-        """Return how many of `pages` are this replica's."""
-        return self._count_before(pages.stop) - self._count_before(pages.start) if pages else 0
-
-    def count_rows(self, component: Component, split: PageSplit) -> int:
-        """Return how many rows of `split` lie in pages of this replica."""
-        slots = (slots for page, found in split.partial.items() if self.owns_page(page) for slots in found)
-        return self.count_pages(split.full) * component.slots_per_page + sum(stop - start for start, stop in slots)
-
-    def _count_before(self, page: int) -> int:
-        turns, rest = divmod(page, self.count * STRIPE_PAGES)
-        return turns * STRIPE_PAGES + min(max(rest - self.index * STRIPE_PAGES, 0), STRIPE_PAGES)
-
     def pages(self, pages: range) -> IndexArray | None:
         """Return which of `pages` are this replica's, as positions in the range; None for all of them."""
         if self.count == 1:
             return None
         blocks = np.arange(pages.start, pages.stop) // STRIPE_PAGES
         return np.flatnonzero(blocks % self.count == self.index)
+
+    def count_pages(self, pages: range) -> int:
+        """Return how many of `pages` are this replica's."""
+        return self._count_before(pages.stop) - self._count_before(pages.start) if pages else 0
+
+    def _count_before(self, page: int) -> int:
+        turns, rest = divmod(page, self.count * STRIPE_PAGES)
+        return turns * STRIPE_PAGES + min(max(rest - self.index * STRIPE_PAGES, 0), STRIPE_PAGES)
+
+    def count_rows(self, component: Component, split: PageSplit) -> int:
+        """Return how many rows of `split` lie in pages of this replica."""
+        slots = (slots for page, found in split.partial.items() if self.owns_page(page) for slots in found)
+        return self.count_pages(split.full) * component.slots_per_page + sum(stop - start for start, stop in slots)
 
 
 UNSHARED = Stripe(0, 1)
@@ -78,15 +78,11 @@ class Side:
     name: str
     """For error messages: "source rank pp0.tp1"."""
     form: Region
-    """One of the regions: what it says counts for all, but for its layer and its addresses."""
+    """One of the regions, for everything except its layer and its addresses."""
     pages: PageArray
     """From the first lane on that is copied."""
     lane_offset_bytes: int
     """Where the first lane that is copied begins in a page."""
-
-    def layers(self, rows: Sequence[int] | slice) -> Side:
-        """Return some of the layers."""
-        return replace(self, pages=self.pages.layers(rows))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,31 +99,6 @@ class LayerGroup:
     destination: Side
     stripe: Stripe
     """Which logical pages are sent."""
-
-    @classmethod
-    def create(
-        cls, component: Component, pairs: list[tuple[Region, Region]], *, names: tuple[str, str], stripe: Stripe
-    ) -> Self:
-        """Take (source, destination) regions, ascending by layer, that differ in layer and addresses only."""
-        source, destination = pairs[0]
-        start, stop = max(source.lane_start, destination.lane_start), min(source.lane_stop, destination.lane_stop)
-        lanes = stop - start
-        sides = []
-        for name, regions in zip(names, zip(*pairs, strict=True), strict=True):
-            offset_bytes = (start - regions[0].lane_start) * component.lane_block_bytes
-            pages = PageArray.of(regions, offset_bytes=offset_bytes)
-            sides.append(Side(name, regions[0], pages, offset_bytes))
-        whole = lanes == source.lanes == destination.lanes
-        page_bytes = component.page_bytes(lanes) if whole else lanes * component.lane_block_bytes
-        return cls(
-            component=component,
-            layers=tuple(pair[0].layer for pair in pairs),
-            lanes=lanes,
-            page_bytes=page_bytes,
-            source=sides[0],
-            destination=sides[1],
-            stripe=stripe,
-        )
 
     def partial_stretches(self, split: PageSplit) -> list[tuple[int, list[tuple[int, int]]]]:
         """Return the partial pages of which something is sent: logical page, and (offset, length) of each stretch.
@@ -147,23 +118,22 @@ class LayerGroup:
             return self
         if not chosen:
             return None
-        return replace(
-            self,
-            layers=tuple(self.layers[index] for index in chosen),
-            source=self.source.layers(chosen),
-            destination=self.destination.layers(chosen),
+        source, destination = (
+            replace(side, pages=side.pages.layers(chosen)) for side in (self.source, self.destination)
         )
+        kept = tuple(self.layers[index] for index in chosen)
+        return replace(self, layers=kept, source=source, destination=destination)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """What one source rank writes to one destination rank, whatever the request. Made once, when two ranks meet."""
+    """The writes of one source rank to one destination rank, whatever the request. Made once, when two ranks meet."""
 
     source: Rank
     destination: Rank
     groups: tuple[LayerGroup, ...]
     neighbours: dict[tuple[LayerGroup, ...], tuple[Band, ...]] = field(default_factory=dict)
-    """What the planner has found of some of the groups; as many entries as there are sets of groups that are sent alike."""
+    """The planner's bands of some of the groups; an entry for each set of groups that are sent alike."""
 
     @classmethod
     def create(
@@ -177,10 +147,9 @@ class Pairing:
     ) -> Self:
         """Intersect two manifests that have passed `check_manifest`; nothing that it has checked is checked again.
 
-        The destination is the `destination_ordinal`-th of the `destination_count` ranks of its node, counted from 0 in
-        the same order by every source rank; a source rank writes to the node's host pool through the one that
-        `host_ordinal` names. Only device regions of the source are read. Raises FingerprintMismatchError for
-        manifests of different models, InvalidInputError for an ordinal that does not exist.
+        The destination is the `destination_ordinal`-th of the `destination_count` ranks of its node, counted from 0 in the same
+        order by every source rank. Only device regions of the source are read. Raises FingerprintMismatchError for manifests of
+        different models, InvalidInputError for an ordinal that does not exist.
         """
         if source.fingerprint != destination.fingerprint:
             raise FingerprintMismatchError(
@@ -189,38 +158,25 @@ class Pairing:
             )
         if not 0 <= destination_ordinal < destination_count:
             raise InvalidInputError(f"destination {destination_ordinal} does not exist among {destination_count} ranks")
-        writes_host = destination_ordinal == host_ordinal(source.rank, destination_count)
         sources, targets = source_regions(source), destination_regions(destination)
+        if destination_ordinal != host_ordinal(source.rank, destination_count):
+            targets = {place: region for place, region in targets.items() if region.space is not IndexSpace.HOST}
+        names = f"source rank {source.rank}", f"destination rank {destination.rank}"
         groups: list[LayerGroup] = []
         for component in geometry.components:
             layers, stripe = replica_share(component, source.rank, source.tp_size)
-            pairs = [
-                (sources[component.kind, layer], targets[component.kind, layer])
-                for layer in layers
-                if (component.kind, layer) in sources and (component.kind, layer) in targets
-            ]
-            groups += [
-                LayerGroup.create(
-                    component,
-                    alike,
-                    names=(f"source rank {source.rank}", f"destination rank {destination.rank}"),
-                    stripe=stripe,
-                )
-                for alike in _alike(pairs)
-                if writes_host or alike[0][1].space is not IndexSpace.HOST
-            ]
+            places = [(component.kind, layer) for layer in layers]
+            pairs = [(sources[place], targets[place]) for place in places if place in sources and place in targets]
+            groups += _groups(component, pairs, names, stripe=stripe, host_stripe=stripe)
         return cls(source.rank, destination.rank, tuple(groups))
 
     def groups_of(self, layers: tuple[int, ...] | None) -> Iterator[LayerGroup]:
-        """Yield what concerns these layers (None: all)."""
+        """Yield the groups of these layers (None: all)."""
         if layers is None:
             yield from self.groups
             return
         wanted = frozenset(layers)
-        for group in self.groups:
-            part = group.only(wanted)
-            if part is not None:
-                yield part
+        yield from filter(None, (group.only(wanted) for group in self.groups))
 
     def __repr__(self) -> str:
         kinds = dict.fromkeys(group.component.kind for group in self.groups)
@@ -229,7 +185,7 @@ class Pairing:
 
 
 def source_regions(manifest: RankManifest) -> RegionsByLayer:
-    """Return what a rank reads from as a source: its device regions."""
+    """Return the device regions of a rank, which it reads as a source."""
     return {
         (region.component, region.layer): region for region in manifest.regions if region.space is not IndexSpace.HOST
     }
@@ -244,16 +200,15 @@ def destination_regions(manifest: RankManifest) -> RegionsByLayer:
 def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: Stripe) -> tuple[LayerGroup, ...]:
     """Return what a rank has received once a request is complete, each group with the same regions on both sides.
 
-    The node's host pool is listed by each of its ranks; `host_share` is the part of its pages that is this one's.
+    Each rank of a node lists the node's host pool; `host_share` is the part of its pages that is this rank's.
     """
     held = destination_regions(manifest)
     name = f"rank {manifest.rank}"
-    groups = []
+    groups: list[LayerGroup] = []
     for component in geometry.components:
         regions = [held[component.kind, layer] for layer in component.layers if (component.kind, layer) in held]
-        for alike in _alike([(region, region) for region in regions]):
-            stripe = host_share if alike[0][0].space is IndexSpace.HOST else UNSHARED
-            groups.append(LayerGroup.create(component, alike, names=(name, name), stripe=stripe))
+        pairs = [(region, region) for region in regions]
+        groups += _groups(component, pairs, (name, name), stripe=UNSHARED, host_stripe=host_share)
     return tuple(groups)
 
 
@@ -275,16 +230,45 @@ def host_ordinal(source: Rank, destination_count: int) -> int:
     return source.tp % destination_count
 
 
-def _alike(pairs: list[tuple[Region, Region]]) -> list[list[tuple[Region, Region]]]:
-    """Sort pairs of regions by form and leave out those without a common lane."""
-    found: dict[tuple[object, ...], list[tuple[Region, Region]]] = {}
+def _groups(
+    component: Component,
+    pairs: Iterable[tuple[Region, Region]],
+    names: Sequence[str],
+    *,
+    stripe: Stripe,
+    host_stripe: Stripe,
+) -> Iterator[LayerGroup]:
+    """Yield pairs (source, destination), ascending by layer, as groups of one form; pairs without a common lane are left out."""
+    by_form: dict[tuple[object, ...], list[tuple[Region, Region]]] = {}
     for pair in pairs:
-        if min(region.lane_stop for region in pair) > max(region.lane_start for region in pair):
-            found.setdefault((*pair[0].form, *pair[1].form), []).append(pair)
-    return list(found.values())
+        by_form.setdefault((*pair[0].form, *pair[1].form), []).append(pair)
+    for alike in by_form.values():
+        source, destination = alike[0]
+        start, stop = max(source.lane_start, destination.lane_start), min(source.lane_stop, destination.lane_stop)
+        lanes = stop - start
+        if lanes <= 0:
+            continue
+        sides = []
+        for name, regions in zip(names, zip(*alike, strict=True), strict=True):
+            offset_bytes = (start - regions[0].lane_start) * component.lane_block_bytes
+            sides.append(Side(name, regions[0], PageArray.of(regions, offset_bytes=offset_bytes), offset_bytes))
+        whole = lanes == source.lanes == destination.lanes
+        yield LayerGroup(
+            component=component,
+            layers=tuple(one.layer for one, _ in alike),
+            lanes=lanes,
+            page_bytes=component.page_bytes(lanes) if whole else lanes * component.lane_block_bytes,
+            source=sides[0],
+            destination=sides[1],
+            stripe=host_stripe if destination.space is IndexSpace.HOST else stripe,
+        )
 
 
 # ------------------------------------------------------------------------------------------- what each writer owes
+
+# A commit is decided by rows, not by bytes or operations: those depend on how a request was cut into chunks. A writer's share
+# follows from its place in its instance alone (`replica_share`), and shares have no row of a place in common: they are everything
+# exactly when they add up to the demand.
 
 LaneRows = dict[ComponentKind, int]
 """Rows times lanes of each component, summed over layers and destinations; an absent component has none."""
@@ -295,13 +279,13 @@ _Held = tuple[ComponentKind, tuple[int, int], frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank sends to all ranks of one node, whatever the request."""
+    """The rows that one rank sends to all ranks of one node, whatever the request."""
 
     parts: tuple[tuple[Component, int, Stripe], ...]
-    """Of each component: lanes, summed over layers and destinations, and which pages of them."""
+    """Component, lanes (summed over layers and destinations), and which pages of them."""
 
     def rows(self, *, prompt_tokens: int, prefix_tokens: int) -> LaneRows:
-        """Return what that is of one request. Raises InvalidInputError unless 0 <= prefix_tokens <= prompt_tokens."""
+        """Return the rows of one request. Raises InvalidInputError unless 0 <= prefix_tokens <= prompt_tokens."""
         owed = {}
         for component, lanes, stripe in self.parts:
             live = component.live_rows(prompt_tokens, prefix_tokens)
@@ -311,7 +295,7 @@ class Share:
 
 
 class Demand:
-    """What the ranks of one node are to receive, whatever the request."""
+    """The rows that the ranks of one node are to receive, whatever the request."""
 
     def __init__(self, geometry: ModelGeometry, destinations: Sequence[RankManifest]) -> None:
         """`destinations`: of all ranks of the node, in the order in which they are introduced to peers.
@@ -333,7 +317,7 @@ class Demand:
         return found
 
     def share(self, writer: Rank, *, tp_size: int, layers: Collection[int]) -> Share:
-        """Return what the rank of that name sends, in an instance where it has these layers.
+        """Return the share of the rank of that name, in an instance where it has these layers.
 
         Raises UnsupportedError when the lanes of a component cannot be split over `tp_size` ranks.
         """

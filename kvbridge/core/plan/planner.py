@@ -37,8 +37,8 @@ def plan(
     `source` and `destination` are the request's page tables on the two nodes. An operation is cut at `max_operation_bytes`. Dead
     bytes of the request's own pages are sent along where they are at most `operation_cost_bytes`, if that saves an operation.
     Everything is checked before anything is returned: InvalidInputError for a section that contradicts itself or a missing table,
-    PageOutOfBoundsError (naming side, component, space, id and limit) for a table that is too short or a page id that a region
-    does not have.
+    PageOutOfBoundsError (naming side, component, space, id and limit) for a table that is too short or a page id that a region does
+    not have.
     """
     _check(section, max_operation_bytes)
     parts = list(pages_to_send(pairing.groups_of(section.layers), section, source, destination))

@@ -91,8 +91,8 @@ class Envelope(NamedTuple, Generic[MessageT]):
 class MessageCodec(Generic[MessageT]):
     """Frames of one conversation: `union` is its closed, tagged union of message types.
 
-    Stateless, so one instance serves every thread. `decode` raises FrameError only; `encode` raises InvalidInputError
-    when the frame would be larger than the limit.
+    Stateless, so one instance serves every thread. `decode` raises FrameError only; `encode` raises InvalidInputError when the
+    frame would be larger than the limit.
     """
 
     def __init__(self, union: Any, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:  # noqa: ANN401 - a type form
@@ -226,8 +226,8 @@ NODE_TO_ENGINE: MessageCodec[NodeToEngine] = MessageCodec(NodeToEngine, "node-to
 # ---------------------------------------------------------------------------------------------- packed ranks
 
 # A peer learns of a rank in packed bytes, which are small to send and to keep, and opened only by whoever needs them. Regions of
-# one component mostly differ in layer and addresses alone, so they travel as groups: the form once, the layers, and eight bytes
-# for each extent. The time and memory that opening takes follow from the length.
+# one component mostly differ in layer and addresses alone, so they travel as groups: the form once, the layers, and eight bytes for
+# each extent. The time and memory that opening takes follow from the length.
 
 
 class _RegionGroup(FrozenModel):

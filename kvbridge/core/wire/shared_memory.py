@@ -44,8 +44,8 @@ Origin = Annotated[FileOrigin | CudaOrigin, Field(discriminator="kind")]
 class SharedRegion(FrozenModel):
     """A region as another process of the node can reach it.
 
-    `extent_addresses` of `region` are offsets, each into the memory of the same position in `origins`. A region of VRAM has
-    CUDA origins only, and its `device` is the ordinal of the process that made it.
+    `extent_addresses` of `region` are offsets, each into the memory of the same position in `origins`. A region of VRAM has CUDA
+    origins only, and its `device` is the ordinal of the process that made it.
     """
 
     region: Region
