@@ -92,9 +92,7 @@ class DigestPieces:
 
 
 def sent_groups(pairings: Iterable[Pairing], layers: tuple[int, ...] | None) -> list[LayerGroup]:
-    """Return the groups that a source rank sends of some layers to all ranks of a peer; equal ones, for several ranks, only
-    once.
-    """
+    """Return the groups that a source rank sends of some layers to all ranks of a peer; equal ones only once."""
     seen: set[tuple[DigestKey, int]] = set()
     groups = []
     for pairing in pairings:
