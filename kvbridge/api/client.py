@@ -1,4 +1,4 @@
-"""Clients of the HTTP API: of bootstrap, of daemons, and of both for code without an event loop.
+"""Clients of the HTTP APIs: of bootstrap, of daemons, and of both for code without an event loop.
 
 Every call raises the error that the other side raised, DeadlineError when no answer comes in time, PeerError when the other side
 cannot be reached. Calls of an event loop go to aiohttp's transport directly: httpx's own connections and client cost two to five
@@ -21,23 +21,18 @@ from kvbridge.api.directory import (
     NodeHeartbeat,
     NodeRegistration,
     NodeView,
-    PairReport,
-    PairRequest,
     Registered,
-    Ticket,
 )
 from kvbridge.api.problems import error_of
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.api.status import Readiness
 from kvbridge.core.errors import DeadlineError, NamespaceError, PeerError, ProtocolError, UnauthorizedError
-from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import agree
 from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, TRACE, TRACEPARENT_HEADER
 
 AnswerT = TypeVar("AnswerT")
 
 CONNECTIONS = 1024
-"""Calls under way at once, to all daemons together; one may wait there for as long as a request may."""
+"""Most calls under way at once, to all daemons together; a call may wait at its daemon for as long as a request may."""
 
 _url = lru_cache(4_096)(httpx.URL)
 """Most calls go to the same few URLs, and httpx spends as long on reading a URL as on an answer."""
@@ -47,9 +42,6 @@ Params = dict[str, str | int | float | list[str]]
 class Client:
     """One pool of connections for the calls of an event loop, with one token and one limit for each call."""
 
-    LIMIT = ""
-    """The limit's name in errors, unless `timeout_key` gives another one."""
-
     def __init__(
         self,
         *,
@@ -58,13 +50,12 @@ class Client:
         timeout_key: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self._timeout_s = timeout_s
-        self._timeout_key = timeout_key or self.LIMIT
-        limits = httpx.Limits(max_connections=CONNECTIONS)
+        """`timeout_key` names the limit in errors."""
+        self._timeout_s, self._timeout_key = timeout_s, timeout_key
         if transport is None:
             from httpx_aiohttp import AiohttpTransport  # noqa: PLC0415 - loads all certificates of the host; a node may call nobody
 
-            transport = AiohttpTransport(limits=limits, trust_env=False)
+            transport = AiohttpTransport(limits=httpx.Limits(max_connections=CONNECTIONS), trust_env=False)
         self._transport = transport
         self.use_token(token)
 
@@ -79,7 +70,7 @@ class Client:
         await self._transport.aclose()
 
     def use_token(self, token: str) -> None:
-        """Show another token from now on; empty: none."""
+        """Show this token from now on; empty: none."""
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     async def ask(
@@ -91,7 +82,7 @@ class Client:
         params: Params | None = None,
         waits_s: float = 0.0,
     ) -> AnswerT:
-        """Return an answer as a `kind`, ProtocolError when it is none. `waits_s`: how much longer than other calls it may take."""
+        """Return an answer as a `kind`; raise ProtocolError when it is none. `waits_s`: extra time for this call."""
         headers, content = self._headers | _on_behalf(), None
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -107,11 +98,7 @@ class Client:
                 await response.aread()
             finally:
                 await response.aclose()
-        except (
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            ValueError,
-        ) as error:  # the last two are of a URL that nobody can ask
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # the last two: a URL that nobody can ask
             if is_timeout(error):
                 key = f" ({self._timeout_key})" if self._timeout_key else ""
                 raise DeadlineError(f"{method} {url} was not answered within {self._timeout_s:g} s{key}") from error
@@ -130,16 +117,16 @@ class Client:
 
 
 class BlockingClient:
-    """Calls from code without an event loop, each with a connection of its own; several threads may share one."""
+    """Client for code without an event loop, with a connection for each call. Several threads may share one."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401
-        """`options` are as of `Client`."""
+        """`options` are those of `Client`."""
         self._options = options
 
     def ask(
         self, kind: type[AnswerT], method: str, url: str, body: BaseModel | None = None, params: Params | None = None
     ) -> AnswerT:
-        """Return an answer as `Client.ask` does."""
+        """Return an answer; see `Client.ask`."""
 
         async def call() -> AnswerT:
             async with Client(**self._options) as client:
@@ -149,7 +136,7 @@ class BlockingClient:
 
 
 def _on_behalf() -> dict[str, str]:
-    """Return the id and the trace of the request for which a call is made: all daemons log them."""
+    """Return the id and the trace of the request behind a call: all daemons log them."""
     request_id, trace = REQUEST_ID.get(), TRACE.get()
     headers = {REQUEST_ID_HEADER: request_id} if request_id else {}
     return headers if trace is None else headers | {TRACEPARENT_HEADER: trace.traceparent}
@@ -161,13 +148,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type form
 
 
 def is_timeout(error: Exception) -> bool:
-    """Whether time ran out: aiohttp's transport reports a connection that was closed in our face as a timeout, too."""
+    """Whether time ran out: aiohttp's transport reports a connection that the other side closed as a timeout, too."""
     causes = (TimeoutError, httpcore.TimeoutException, type(None))
     return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, causes)
 
 
 def is_refused_connection(error: BaseException) -> bool:
-    """Whether nobody listened: what the operating system said is at the end of the causes."""
+    """Whether nobody listened: the operating system's error is at the end of the causes."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
         cause = cause.__cause__
@@ -177,7 +164,7 @@ def is_refused_connection(error: BaseException) -> bool:
 class DirectoryClient(Client):
     """One bootstrap's endpoint."""
 
-    def __init__(self, base_url: str, **more: Any) -> None:  # noqa: ANN401 - as of any client
+    def __init__(self, base_url: str, **more: Any) -> None:  # noqa: ANN401 - the options of Client
         super().__init__(**more)
         self.base_url = base_url.rstrip("/")
 
@@ -185,14 +172,14 @@ class DirectoryClient(Client):
         return f"{self.base_url}/v1/instances/{quote(instance, safe='')}/nodes/{quote(node, safe='')}"
 
     async def register(self, registration: NodeRegistration) -> Registered:
-        """Announce this node; see Directory.register for what is refused."""
+        """Announce this node; see `Directory.register` for its errors."""
         url = self._node(registration.instance, registration.node)
         answer = await self.ask(Registered, "PUT", url, registration)
         agree(registration.features, answer.features, us="this node", them=f"bootstrap at {self.base_url}")
         return answer
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
-        """Say that this node lives. NotFoundError: register again; StaleError: another process took our place."""
+        """Say that this node lives. NotFoundError: register again. StaleError: another process has taken its place."""
         return await self.ask(NodeView, "POST", f"{self._node(instance, node)}/heartbeat", heartbeat)
 
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
@@ -200,33 +187,22 @@ class DirectoryClient(Client):
         await self.ask(type(None), "DELETE", self._node(instance, node), params={"incarnation": incarnation})
 
     async def instances(self) -> tuple[InstanceView, ...]:
-        """Return the listing."""
+        """Return every instance."""
         return await self.ask(tuple[InstanceView, ...], "GET", f"{self.base_url}/v1/instances")
-
-    async def pair(self, request: PairRequest) -> Ticket:
-        """Ask for a pair. The whole pairing has to end within `timeout_s`, and the request's `wait_s`."""
-        return await self.ask(Ticket, "POST", f"{self.base_url}/v1/requests", request, waits_s=request.wait_s)
-
-    async def report(self, room: int) -> PairReport:
-        """Return a paired room's two ends."""
-        return await self.ask(PairReport, "GET", f"{self.base_url}/v1/requests/{room}")
-
-    async def cancel(self, room: int, reason: str) -> PairReport:
-        """Abort a paired room on both ends."""
-        return await self.ask(PairReport, "DELETE", f"{self.base_url}/v1/requests/{room}", params={"reason": reason})
 
 
 class DaemonClient(Client):
-    """The endpoints of any number of daemons that share a token. `url` is a daemon's `http_url`."""
+    """Client of any number of daemons that share a token. `url` is a daemon's `http_url`."""
 
-    LIMIT = "timeouts.reserve_s"
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - the options of Client
+        super().__init__(timeout_key="timeouts.reserve_s", **options)
 
     async def _room(self, method: str, url: str, path: str, *options: Any, **more: Any) -> RoomReport:  # noqa: ANN401
         url = f"{url.rstrip('/')}/v1/requests{path}"
         try:
             return await self.ask(RoomReport, method, url, *options, **more)
         except UnauthorizedError as error:
-            # Passed on as it is, it would tell our own caller that its token is wrong.
+            # Passed on unchanged, the error would tell our own caller that its token is wrong.
             raise PeerError(f"{url} refuses our token: daemons.token_file must hold the daemons' http.token") from error
         except NamespaceError as error:
             raise PeerError(
@@ -235,19 +211,12 @@ class DaemonClient(Client):
             ) from error
 
     async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
-        """Reserve one end of a room. The call may take the request's `wait_s` longer than others."""
+        """Reserve one end of a room. The call may take longer than others by the request's `wait_s`."""
         return await self._room("POST", url, "", request, waits_s=request.wait_s)
 
     async def report(self, url: str, room: int) -> RoomReport:
         """Return a room's report at once."""
         return await self._room("GET", url, f"/{room}")
-
-    async def wait(
-        self, url: str, room: int, *, wait_s: float, until: frozenset[RoomState] = frozenset()
-    ) -> RoomReport:
-        """Return the report when the room is in one of the states or final, or after `wait_s` seconds."""
-        params: Params = {"wait": wait_s, "until": sorted(state.value for state in until)}
-        return await self._room("GET", url, f"/{room}", params=params, waits_s=wait_s)
 
     async def cancel(self, url: str, room: int, reason: str, *, generation: int | None = None) -> RoomReport:
         """Abort a room, or only one generation of it. Raises UnknownRoomError, StaleError for another generation."""
@@ -257,21 +226,14 @@ class DaemonClient(Client):
         return await self._room("DELETE", url, f"/{room}", params=params)
 
     async def incarnation(self, url: str) -> str:
-        """Return the incarnation of the daemon that answers at a URL, empty when its host refuses the connection.
+        """Return the incarnation of the daemon at a URL, empty when its host refuses the connection.
 
-        Every other error leaves open whether the daemon is there: one with too many callers hangs up, too.
+        Every other error leaves open whether the daemon is there: a daemon with too many callers hangs up, too.
         """
         try:
-            return str((await self.status(url)).get("incarnation", ""))
+            status = await self.ask(dict[str, Any], "GET", f"{url.rstrip('/')}/status")
+            return str(status.get("incarnation", ""))
         except PeerError as error:
             if is_refused_connection(error):
                 return ""
             raise
-
-    async def readiness(self, url: str) -> Readiness:
-        """Return whether a daemon can admit rooms, and why not."""
-        return await self.ask(Readiness, "GET", f"{url.rstrip('/')}/ready")
-
-    async def status(self, url: str) -> dict[str, Any]:
-        """Return a daemon's status page."""
-        return await self.ask(dict[str, Any], "GET", f"{url.rstrip('/')}/status")

@@ -18,7 +18,7 @@ from kvbridge.core.wire.messages import Features
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 HttpUrl = Annotated[str, Field(pattern=f"^{HTTP_URL}$", max_length=500)]
 EngineUrl = Annotated[str, Field(pattern=f"^({HTTP_URL})?$", max_length=500)]
-"""Where a node's engine answers requests of the OpenAI API; empty: the node does not say."""
+"""URL of a node's engine for requests of the OpenAI API; empty: the node does not say."""
 
 
 class Load(FrozenModel):
@@ -26,31 +26,31 @@ class Load(FrozenModel):
 
     rooms: NonNegative = 0
     available_pages: dict[str, NonNegative] = Field(default_factory=dict)
-    """Pages that a request can have now, by index space: free ones, and cached ones that nobody reads."""
+    """Pages that a request can have now, by index space: free pages, and cached pages that nobody reads."""
     total_pages: dict[str, NonNegative] = Field(default_factory=dict)
     prefixes_kept_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Prefixes used within the last so many seconds are still cached here, unless their request failed. Null: none are kept."""
+    """Prefixes used within this many seconds are still cached here, unless their request failed. Null: none are cached."""
     sent_bytes: Annotated[dict[Name, NonNegative], Field(max_length=256)] = Field(default_factory=dict)
-    """Bytes that this process has sent to each instance since it knows the instance."""
+    """Bytes that this process has sent to each instance, since it first met the instance."""
 
 
 class ControlMode(StrEnum):
-    """How a decode node meets a prefill node."""
+    """How a decode node and a prefill node meet."""
 
     CURVE = "curve"
-    """Encrypted, and both show their keys."""
+    """Encrypted; both show their keys."""
     PLAIN = "plain"
     LOCAL = "local"
-    """In the clear, but both are on one machine."""
+    """Not encrypted; both are on one machine."""
 
 
 GROWS = ConfigDict(json_schema_extra={"additionalProperties": True})
-"""For documents that a node sends by itself: fields that a later release adds are ignored."""
+"""Schema of documents that a node sends by itself: fields that a later release adds are ignored."""
 Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(max_length=32)]
 
 
 class NodeHeartbeat(FrozenModel):
-    """Sent every heartbeat interval; a node that the directory does not know (any more) is told to register again.
+    """A node's sign of life, sent every heartbeat interval. A node that the directory does not know is told to register again.
 
     Fields that a later release adds are ignored.
     """
@@ -60,7 +60,7 @@ class NodeHeartbeat(FrozenModel):
     incarnation: Name
     ready: bool
     reasons: Reasons = ()
-    """Why it is not ready."""
+    """Reasons why it is not ready."""
     load: Load = Load()
 
 
@@ -73,34 +73,34 @@ class NodeRegistration(NodeHeartbeat):
     http_url: HttpUrl
     engine_url: EngineUrl = ""
     control: PeerAddress | None = None
-    """Where decode nodes meet it; decode nodes themselves listen to nobody and have none."""
+    """Control socket where decode nodes meet a prefill node; null for a decode node, which listens nowhere."""
     meets_by: Annotated[tuple[ControlMode, ...], Field(min_length=1)] = (ControlMode.PLAIN,)
-    """How nodes of the other role can be met: the one way in which a prefill node listens, all that a decode node may use."""
+    """Ways to meet the other role: the one way in which a prefill node listens, all ways that a decode node may use."""
     pp_size: Positive
     tp_size: Positive
     stage_boundaries: tuple[Positive, ...] = ()
-    """The first layers of the instance's pipeline stages but the first."""
+    """First layer of each pipeline stage but the first."""
     ranks: tuple[Rank, ...]
     """The ranks that live on this node."""
     fingerprint: Name
     model_identity: ModelIdentity | None = None
-    """The model that it holds, by its `tier` section; null: it does not say."""
+    """Its model, by its `tier` section; null: it does not say."""
     geometry: ModelGeometry
     host: tuple[ComponentKind, ...] = ()
-    """The components that live in the node's host pool, so that their pages are counted there."""
+    """Components in the node's host pool, where their pages are counted."""
     ready: bool = True
     features: Features = Features()
-    """Features that the node has, and requires of bootstrap."""
+    """Features that the node has, and those that it requires of bootstrap."""
 
     @property
     def heartbeat(self) -> NodeHeartbeat:
-        """The part of it that changes."""
+        """The part that changes."""
         return NodeHeartbeat(incarnation=self.incarnation, ready=self.ready, reasons=self.reasons, load=self.load)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.role is Role.PREFILL and self.control is None:
-            raise ValueError("a prefill node needs `control`, or no decode node could meet it")
+            raise ValueError("a prefill node needs `control`: decode nodes meet it there")
         return self
 
 
@@ -117,14 +117,14 @@ class NodeView(FrozenModel):
     ready: bool
     load: Load
     silent_s: float
-    """Seconds since it was last heard of."""
+    """Seconds since its last heartbeat."""
 
 
 class Registered(NodeView):
-    """The answer to a registration."""
+    """Answer to a registration."""
 
     features: Features = Features()
-    """Features that this bootstrap has, and requires of nodes."""
+    """Features that this bootstrap has, and those that it requires of nodes."""
 
 
 class InstanceView(FrozenModel):
@@ -135,16 +135,16 @@ class InstanceView(FrozenModel):
     model: str
     fingerprint: str
     model_identity: ModelIdentity | None = None
-    """Which model it says it holds; null: it does not say."""
+    """Its model; null: it does not say."""
     tokens_per_page: Positive
     pp_size: Positive
     tp_size: Positive
     meets_by: tuple[ControlMode, ...]
-    """How its nodes and those of the other role can meet."""
+    """Ways in which its nodes and those of the other role can meet."""
     complete: bool
     """Whether all pp x tp ranks are there."""
     ready: bool
-    """Whether it is complete, every node is ready, and somebody could be paired with it."""
+    """Whether it is complete, every node is ready, and there is an instance to pair with it."""
     reasons: tuple[str, ...] = ()
     """Why it is not ready."""
     nodes: tuple[NodeView, ...]
@@ -154,7 +154,7 @@ class PairRequest(RoomRequest):
     """Ask bootstrap for a pair of instances for one request."""
 
     fingerprint: str = ""
-    """Only instances of this fingerprint, when several models share a directory."""
+    """Fingerprint of the instances to use, when several models share a directory; empty: any."""
 
 
 class TicketEnd(FrozenModel):
@@ -163,22 +163,22 @@ class TicketEnd(FrozenModel):
     instance: Name
     http_urls: tuple[HttpUrl, ...]
     engine_urls: tuple[HttpUrl, ...] = ()
-    """Addresses of the engines, as far as their nodes have told them."""
+    """Addresses of the engines that nodes have told."""
 
 
 class Ticket(FrozenModel):
-    """A paired and, on both ends, reserved request. Both ends give it up unless it is used in time."""
+    """A request that is paired, and reserved on both ends. Both ends give it up unless it is used in time."""
 
     room: RoomId
     generation: Positive
     prefill: TicketEnd
     decode: TicketEnd
     expires_in_s: float
-    """A prefill engine has to begin the room within so many seconds from now."""
+    """Seconds from now within which a prefill engine has to begin the room."""
     prefix_tokens: NonNegative = 0
-    """Prompt tokens that decode held when it admitted the room, as it says: they are not sent."""
+    """Prompt tokens that decode reported as cached at admission: they are not sent."""
     computed_tokens: NonNegative = 0
-    """Prompt tokens that prefill held then, as it says: its engine starts no later than there."""
+    """Prompt tokens that prefill reported as cached at admission: its engine starts there or earlier."""
 
     def after(self, seconds: float) -> Self:
         """Return the ticket as it is so much later."""

@@ -1,4 +1,4 @@
-"""The file by which a daemon tells whoever runs on the same host that it listens, and where."""
+"""The file by which a daemon tells other processes of its host that it listens, and where."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def remove_endpoint(runtime_dir: Path, incarnation: str) -> None:
 
 
 def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
-    """Return what a daemon wrote, or None when there is nothing (yet). Raises ConfigError for what another user wrote."""
+    """Return the content of the file, None when there is none (yet). Raises ConfigError for a file of another user."""
     try:
         with (runtime_dir / ENDPOINT_FILE).open("rb") as file:
             owner, content = os.fstat(file.fileno()).st_uid, file.read()

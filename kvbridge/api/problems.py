@@ -25,7 +25,7 @@ class Problem(FrozenModel):
     instance: str
     """Path of the request."""
     retry_after_s: Annotated[float, Field(ge=0, le=LONGEST_RETRY_S, allow_inf_nan=False)] | None = None
-    """Only when trying again can help: a hint in seconds, exact where Retry-After is whole seconds."""
+    """Seconds after which a retry may succeed; Retry-After has them in whole seconds. None: a retry does not help."""
 
 
 def make_problem(code: str, status: int, detail: str, *, path: str, retry_after_s: float | None = None) -> Problem:
@@ -42,16 +42,16 @@ def make_problem(code: str, status: int, detail: str, *, path: str, retry_after_
 
 
 def problem_of(error: BridgeError, path: str) -> Problem:
-    """Describe a deliberate error."""
+    """Return the problem of a deliberate error."""
     retry_after_s = error.retry_after_s if isinstance(error, CapacityError) else None
     return make_problem(error.code, error.http_status, str(error), path=path, retry_after_s=retry_after_s)
 
 
 def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
-    """Return the error that a problem body describes, as its own class; `source` is who answered.
+    """Return the error that a problem body describes, as its own class. `source` is the process that answered.
 
-    A body that is no problem, a code that this release does not know and a failure inside the other process become
-    PeerError. Errors keep their codes over any number of hops.
+    A body that is no problem, a code that this release does not know and a failure inside the other process become PeerError.
+    Errors keep their codes over any number of hops.
     """
     try:
         problem = Problem.model_validate_json(body, extra="ignore")  # a later release may add fields

@@ -18,7 +18,7 @@ from kvbridge.tier.keys import KEY_BYTES
 
 
 def _from_base64(given: object) -> object:
-    """Turn JSON's text into bytes; what is bytes already came from this process."""
+    """Turn text from JSON into bytes; values of this process are bytes already."""
     if not isinstance(given, str):
         return given
     if len(given) > _MAX_TEXT:
@@ -58,37 +58,38 @@ PageHashes = Annotated[
 
 
 class RoomRequest(FrozenModel):
-    """One request that needs a room."""
+    """A request that needs a room."""
 
     room: RoomId | None = None
-    """Null: whoever is asked draws one."""
+    """Id of the room; null: the daemon that is asked draws one."""
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Wait this long for pages when they are not free; 0: do not wait. `admission.max_wait_s` and `pairing.max_wait_s` bound it."""
+    """Longest wait for pages that are not free; 0: do not wait. `admission.max_wait_s` and `pairing.max_wait_s` bound it."""
     page_hashes: PageHashes = b""
-    """The keys of all whole pages of the prompt, 16 bytes each, in base64: what may be shared with other requests. Empty: nothing.
-    A node whose `tier` is off does without them, and bootstrap does not send them to such a node."""
+    """Keys of all whole pages of the prompt, 16 bytes each, in base64. Pages with equal keys are shared between requests. Empty:
+    nothing is shared. A node whose `tier` is off ignores the keys, and bootstrap does not send them to such a node."""
     namespace: Namespace = ""
-    """Requests of one namespace share: it enters the keys, and the token of the request must be allowed to name it."""
+    """Requests share pages within one namespace: it enters the keys, and the token of the request must be allowed to name it."""
     retention: Retention | None = None
-    """How much its cached pages matter and for how long, for an agent between two calls of its tools. Null: as any others. Without
-    effect where nothing is cached, and when its namespace, or all together, have as many as they may (`tier.retained_share`)."""
+    """Importance of its cached pages and for how long, for an agent between two calls of its tools. Null: as any others. It has
+    no effect where nothing is cached, and when its namespace, or all together, have their share of pages
+    (`tier.retained_share`)."""
 
 
 class AdmissionRequest(RoomRequest):
-    """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
+    """A request to one daemon. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
 
     generation: Positive = 1
     prefill: Annotated[tuple[PeerAddress, ...], Field(max_length=MAX_INSTANCE_NODES)] = ()
     begin_within_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """A prefill engine begins the room within this time from its admission, or the room ends: what is left of its ticket.
-    Null: `timeouts.begin_s` of the prefill daemon."""
+    """Time from the admission within which a prefill engine begins the room, or the room ends: the rest of its ticket. Null:
+    `timeouts.begin_s` of the prefill daemon."""
 
 
 class RoomReport(FrozenModel):
-    """One room, as its daemon sees it now. For a final room this is its receipt."""
+    """A room as its daemon sees it now. For a final room this is its receipt."""
 
     room: RoomId
     generation: Positive
@@ -96,33 +97,33 @@ class RoomReport(FrozenModel):
     state: RoomState
     client: str = ""
     peers: tuple[str, ...] = ()
-    """The nodes at the other end, each as INSTANCE/NODE; where a prefill node listens before it has answered."""
+    """Nodes at the other end, each as INSTANCE/NODE; a prefill node that has not answered yet, by its endpoint."""
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
-    """How much of the prompt decode held already, which is not sent."""
+    """Prompt tokens that decode had cached, which are not sent."""
     computed_tokens: NonNegative = 0
-    """Prefill: how much of the prompt prefill held already, where its engine starts to compute."""
+    """Prefill: prompt tokens that prefill had cached; its engine starts to compute there."""
     host_tokens: NonNegative = 0
-    """How many of the last tokens that this node held were in its host memory alone and come back from there."""
+    """Cached tokens of this node that were in its host memory alone, and come back from there."""
     namespace: str = ""
-    """As the request named it: requests of one namespace share prefixes."""
+    """Namespace of the request: requests of one namespace share prefixes."""
     reason_code: str = ""
     reason: str = ""
     """Why it failed or was aborted; the first cause."""
     pages: dict[IndexSpace, NonNegative] = Field(default_factory=dict)
-    """The pages that it has here, by index space; none once they were given back."""
+    """Pages that it has here, by index space; none once they were given back."""
     quarantine: str = ""
-    """Why nobody may use these pages yet, though the room is over or being stopped; empty when that is not so."""
+    """Reason why nobody may use these pages yet, though the room is over or being stopped; empty when there is none."""
     amounts: Amounts = Field(default_factory=dict)
     """Rows and bytes that were sent, or have arrived, by component."""
     phases_s: dict[str, float] = Field(default_factory=dict)
-    """How long each step took, in seconds."""
+    """Time of each step."""
     age_s: float = 0.0
     """Seconds since it was admitted."""
     waits_for: str = ""
-    """The event that the room waits for, in words; empty when it waits for nothing."""
+    """Event that the room waits for, in words; empty when it waits for nothing."""
     expires_in_s: float | None = None
-    """Seconds until the present wait ends the room, unless what it waits for happens; null when nothing limits it now."""
+    """Seconds until the room ends, unless the event that it waits for happens; null when nothing limits the wait."""
     limit: str = ""
     """The configuration key of that limit, or the field of the request that set it."""
 
@@ -141,12 +142,12 @@ class RoomQuery(FrozenModel, defer_build=False):
 
 
 class DroppedObjects(FrozenModel):
-    """Outcome for the objects of this node's model in the store below host memory, whichever node put them there."""
+    """Outcome for the objects of this node's model in the store below host memory, also those that other nodes have written."""
 
     outcome: Literal["dropped", "kept", "failed"]
-    """`kept`: so it was asked. `failed`: some may still be there, and would be found; ask again."""
+    """`kept`: as asked. `failed`: some objects may still be there and be found; ask again."""
     objects: NonNegative = 0
-    """Dropped ones: pages, and parts of checkpoints."""
+    """Dropped objects: pages, and parts of checkpoints."""
     reason: str = ""
     """Why it failed."""
 
@@ -157,7 +158,7 @@ class DroppedPrefixes(FrozenModel):
     dropped_pages: NonNegative
     """Pages of prompts and answers that no request finds any more."""
     read_pages: NonNegative
-    """Those of these pages that rooms under way still read; they are free when the last of the rooms has ended."""
+    """Dropped pages that rooms under way still read; they are free when the last of these rooms has ended."""
     store: DroppedObjects | None = None
     """None: the node has no store below host memory."""
 
@@ -167,7 +168,7 @@ class RoomPage(FrozenModel):
 
     rooms: tuple[RoomReport, ...]
     next: NonNegative | None
-    """To be sent as `after` for the next page, which may be empty; null when there is none. A page looks at a bounded number of
+    """Value of `after` for the next page, which may be empty; null when there is none. A page looks at a bounded number of
     rooms, so it may be short although others follow."""
 
 
@@ -177,9 +178,9 @@ class TimelineEntry(FrozenModel):
     after_s: float
     """Since the room was admitted."""
     what: str
-    """The state that it came into, or what else happened, in words."""
+    """The event in words; for a new state, the state."""
     state: RoomState | None = None
-    """The state that it came into, if it did."""
+    """The new state, if there is one."""
     details: dict[str, str] = Field(default_factory=dict)
 
 

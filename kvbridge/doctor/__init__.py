@@ -1,5 +1,5 @@
-"""Finds what breaks on hosts and between them before it breaks; and how fast bytes go from here to a peer.
+"""Finds problems of hosts and of the way between them before they break a daemon, and measures the rate of bytes to a peer.
 
-Each topic is a file: the facts, how they are read from the host, and pure checks that judge them against what a configuration
-needs (`needs.py`). `run.py` has the table of all checks. `bench.py` belongs to `kvbridge bench-peer`.
+Each topic is a file with its facts, their reading from the host, and pure checks that compare them with the needs of a
+configuration (`findings.py`). `run.py` has the table of all checks. `bench.py` belongs to `kvbridge bench-peer`.
 """

@@ -1,4 +1,4 @@
-"""What a configuration asks of its host, and what a check finds, in which words."""
+"""The needs of a configuration, and the findings of a check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 from pydantic import ByteSize, Field
 
-from kvbridge.config.schema import BootstrapConfig, DaemonConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.transports import MooncakeProtocol, TransportName, TransportSettings
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.ids import FrozenModel
@@ -17,7 +17,7 @@ from kvbridge.daemon.model import load_geometry
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib")
-"""How names of UCX transports that need an RDMA device begin."""
+"""Beginnings of the names of UCX transports that need an RDMA device."""
 
 
 class Port(FrozenModel):
@@ -27,39 +27,39 @@ class Port(FrozenModel):
     host: str
     port: int
     connections: int
-    """At most, as configured."""
+    """Configured limit."""
 
 
 class Needs(FrozenModel):
-    """What a daemon's configuration asks for. The default is that of no configuration: nothing but libraries."""
+    """Needs of a daemon's configuration. By default, those of no configuration: only libraries."""
 
     role: str = ""
     instance: str = ""
     node: str = ""
     directory: str = str(DEFAULT_DIRECTORY)
-    """Where shared memory is made."""
+    """Directory of shared memory."""
     shared_bytes: int = 0
-    """Of pools in shared memory; a network card has to lock as many."""
+    """Size of the pools in shared memory, which a network card has to lock."""
     device_bytes: dict[int, int] = Field(default_factory=dict)
-    """Of pools that the rank workers make, by GPU ordinal."""
+    """Size of the pools that rank workers make, by GPU ordinal."""
     gpus: tuple[int, ...] = ()
     transports: tuple[str, ...] = tuple(TransportName)
     settings: TransportSettings = TransportSettings()
     ports: tuple[Port, ...] = ()
     idle_connections: int = 0
-    """Outgoing connections, times the descriptors each takes."""
+    """Outgoing connections, times the descriptors of each."""
     public: bool = False
-    """Whether peers on other hosts are expected: the daemon listens beyond loopback."""
+    """Whether the daemon listens beyond loopback, so that peers on other hosts are expected."""
     bootstraps: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
-        """Whose needs they are."""
+        """Name of the node, or the role."""
         return f"{self.instance}/{self.node}" if self.instance else self.role
 
     @property
     def rdma_required(self) -> bool:
-        """Whether a transport was told to use RDMA and nothing else."""
+        """Whether a transport is configured for RDMA only."""
         tls = self.settings.nixl.ucx_tls
         return (
             TransportName.MOONCAKE in self.transports and self.settings.mooncake.protocol is MooncakeProtocol.RDMA
@@ -67,13 +67,13 @@ class Needs(FrozenModel):
 
     @property
     def rdma_wanted(self) -> bool:
-        """Whether RDMA would be used where there is some."""
+        """Whether a transport would use RDMA where there is a device."""
         tls = self.settings.nixl.ucx_tls
         return self.rdma_required or (TransportName.NIXL in self.transports and (not tls or _names_rdma(tls)))
 
     @property
     def rdma_devices(self) -> frozenset[str]:
-        """The RDMA devices that are named; empty: all."""
+        """The configured RDMA devices; empty: all."""
         named = f"{self.settings.mooncake.device_name},{self.settings.nixl.ucx_net_devices}".split(",")
         return frozenset(each.strip().partition(":")[0] for each in named if each.strip())
 
@@ -83,8 +83,10 @@ def _names_rdma(ucx_tls: str) -> bool:
 
 
 def needs_of(config: PrefillConfig | DecodeConfig | BootstrapConfig) -> Needs:
-    """Return what a configuration asks for. Raises ConfigError or InvalidInputError for one that no daemon would start with."""
-    ports, public = [_http_port(config)], not is_loopback(config.http.host)
+    """Return the needs of a configuration. Raises ConfigError or InvalidInputError where no daemon would start with it."""
+    http = config.http
+    ports = [Port(key="http.port", host=http.host, port=http.port, connections=http.max_connections)]
+    public = not is_loopback(http.host)
     if isinstance(config, BootstrapConfig):
         return Needs(role="bootstrap", transports=(), ports=tuple(ports), public=public)
     layout = plan_memory(config, load_geometry(config.model))
@@ -116,36 +118,31 @@ def needs_of(config: PrefillConfig | DecodeConfig | BootstrapConfig) -> Needs:
     )
 
 
-def _http_port(config: DaemonConfig | BootstrapConfig) -> Port:
-    http = config.http
-    return Port(key="http.port", host=http.host, port=http.port, connections=http.max_connections)
-
-
 class Level(StrEnum):
-    """How bad it is; the worst first."""
+    """Severity of a finding, the worst first."""
 
     BREAKS = "breaks"
     """A daemon will not start, or requests will fail."""
     WARNING = "warning"
-    """It works, but slower than it could, or not when something else happens."""
+    """It works, but slower than it could, or not after a further event."""
     NOT_HERE = "not here"
-    """There is nothing of the kind on this host, and nothing needs it."""
+    """This host has no such thing, and nothing needs it."""
     FINE = "fine"
 
 
 class Finding(FrozenModel):
-    """One thing that was looked at. These are the names of the JSON output, and stable."""
+    """Result of a check for one thing. Field names are those of the JSON output, and stable."""
 
     check: str = ""
     """`family.name`; filled in from the table of checks."""
     level: Level
     subject: str = ""
-    """Which of several things of a kind: a device, a port, a peer."""
+    """The thing, where a check looks at several: a device, a port, a peer."""
     what: str
     why: str = ""
-    """Why it matters; of what is not here, why that is all right."""
+    """Why it matters; for a thing that is not here, why nothing needs it."""
     cure: str = ""
-    """What to do about it: a command wherever one does it."""
+    """The cure: a command wherever there is one."""
 
 
 def finding(level: Level, what: str, why: str = "", cure: str = "", *, subject: str = "") -> Finding:

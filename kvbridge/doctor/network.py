@@ -15,7 +15,7 @@ from kvbridge.control.listeners import TcpListener, tcp_listeners
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, Port, breaks, fine, not_here, warning
-from kvbridge.doctor.memory import ROOT, read_text
+from kvbridge.doctor.machine import ROOT, read_text
 
 WILDCARDS = {"0.0.0.0", "::", "*"}  # noqa: S104 - recognised here, not bound
 _SIOCGIFADDR = 0x8915
@@ -45,17 +45,17 @@ class Network(FrozenModel):
 
     rdma: tuple[RdmaPort, ...] = ()
     verbs_nodes: bool = False
-    """Whether /dev/infiniband is here (in containers: was passed in)."""
+    """Whether /dev/infiniband is here; a container gets it only when told so."""
     peer_memory: bool = False
-    """Whether the module is loaded by which network cards read and write GPU memory."""
+    """Whether the kernel module is loaded that lets network cards read and write GPU memory."""
     interfaces: tuple[Interface, ...] = ()
     listeners: tuple[TcpListener, ...] = ()
     foreign: tuple[str, ...] = ()
-    """Addresses of the configuration that are none of this host's."""
+    """Addresses of the configuration that this host does not have."""
 
 
 def read_network(needs: Needs, root: Path = ROOT) -> Network:
-    """Look at the cards and sockets of this host, and which addresses of a configuration are not its own."""
+    """Read the cards and sockets of this host, and find the addresses of a configuration that it does not have."""
     told = [needs.settings.mooncake.host] if "mooncake" in needs.transports and needs.role else []
     return Network(
         rdma=tuple(read_rdma(root)),
@@ -124,12 +124,12 @@ def _foreign(host: str) -> bool:
 
 
 def check_rdma(network: Network, needs: Needs) -> Iterator[Finding]:
-    """A transport that was told to use RDMA needs a device, its node in /dev and, for GPU memory, a module of the kernel."""
+    """A transport that is configured for RDMA needs a device, its node in /dev and, for GPU memory, a kernel module."""
     ports = _ports_used(network, needs)
     if not ports and needs.rdma_required:
         named = f" named {', '.join(sorted(needs.rdma_devices))}" if needs.rdma_devices else ""
         yield breaks(
-            f"the transports are told to use RDMA, and there is no RDMA device{named}",
+            f"the transports are configured for RDMA, and there is no RDMA device{named}",
             "Mooncake would take TCP without saying so, which kvbridge refuses: rank workers do not start",
             "rdma link show; install the adapter's driver, or set transports.mooncake.protocol: tcp",
         )
@@ -151,7 +151,7 @@ def check_rdma(network: Network, needs: Needs) -> Iterator[Finding]:
     else:
         yield not_here(
             "no RDMA device (/sys/class/infiniband)",
-            "the transports move bytes over TCP, or by memory within this host; between hosts RDMA would be faster",
+            "the transports move bytes over TCP, or through memory within this host; between hosts RDMA would be faster",
         )
 
 
@@ -173,12 +173,12 @@ def check_rdma_states(network: Network, needs: Needs) -> Iterator[Finding]:
 
 
 def _ports_used(network: Network, needs: Needs) -> list[RdmaPort]:
-    """Return the ports of the devices that are named, or of all."""
+    """Return the ports of the configured devices, or of all."""
     return [port for port in network.rdma if not needs.rdma_devices or port.device in needs.rdma_devices]
 
 
 def check_ports(network: Network, needs: Needs, running: str) -> Iterator[Finding]:
-    """Each port that is to be listened on is free, or held by the daemon itself (`running`)."""
+    """Each configured port is free, or held by the daemon itself (`running`)."""
     for port in needs.ports:
         name = f"{port.host}:{port.port}"
         holder = next((each for each in network.listeners if _collides(port, each)), None)
@@ -195,7 +195,7 @@ def check_ports(network: Network, needs: Needs, running: str) -> Iterator[Findin
                 "two processes cannot listen on one address: the daemon will not start",
                 f"kill {holder.pid} if it is not needed, or set another {port.key}"
                 if holder.pid
-                else f"sudo ss -ltnp 'sport = :{port.port}' shows whose it is; or set another {port.key}",
+                else f"sudo ss -ltnp 'sport = :{port.port}' shows the process; or set another {port.key}",
                 subject=port.key,
             )
     if not needs.ports:
@@ -208,7 +208,7 @@ def _collides(port: Port, listener: TcpListener) -> bool:
 
 
 def check_addresses(network: Network, needs: Needs) -> Iterator[Finding]:
-    """What is bound and what peers are told are addresses of this host."""
+    """The addresses that are bound, and those that peers are told, are addresses of this host."""
     own = ", ".join(address for interface in network.interfaces for address in interface.addresses)
     told, key = needs.settings.mooncake.host, "transports.mooncake.host"
     mooncake = "mooncake" in needs.transports and needs.role
@@ -235,4 +235,4 @@ def check_addresses(network: Network, needs: Needs) -> Iterator[Finding]:
             subject=key,
         )
     elif not network.foreign:
-        yield fine("what is bound and what peers are told are addresses of this host")
+        yield fine("bound addresses, and those that peers are told, are addresses of this host")

@@ -1,4 +1,4 @@
-"""Those that this host depends on: bootstrap, peers, their control sockets. Nobody who serves is disturbed by the questions."""
+"""Processes that this host depends on: bootstrap, peers, their control sockets. The questions do not disturb them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, war
 ANSWER_S = 5.0
 HANDSHAKE_S = 3.0
 MOST_KEYS = 8
-"""Public keys that are tried at one control socket."""
+"""Most public keys that are tried at one control socket."""
 MOST_PEERS = 64
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
@@ -31,10 +31,10 @@ _LISTING = TypeAdapter(tuple[InstanceView, ...])
 
 
 class Answer(FrozenModel):
-    """What an HTTP endpoint said."""
+    """Answer of an HTTP endpoint."""
 
     name: str
-    """What it is: `bootstrap`, `decode-0/node-0`."""
+    """Name of the daemon: `bootstrap`, `decode-0/node-0`."""
     url: str
     problem: str = ""
     """Why it cannot be reached or does not answer."""
@@ -44,18 +44,18 @@ class Answer(FrozenModel):
 
 
 class Handshake(FrozenModel):
-    """A control socket that was connected to, and left again."""
+    """Result of connecting to a control socket."""
 
     name: str
     endpoint: str
     problem: str = ""
     took_s: float = 0
-    how: str = "handshake in the clear"
+    how: str = "handshake not encrypted"
     """How far it went."""
 
 
 class Reach(FrozenModel):
-    """What was asked of others."""
+    """Answers of other processes."""
 
     running: str = ""
     """`decode-0/node-0, up for 42 s` when the daemon of this configuration runs already."""
@@ -66,17 +66,17 @@ class Reach(FrozenModel):
 
 @dataclass
 class Asking:
-    """Connections for the questions of one run, and the secrets that are shown."""
+    """Asks the questions of one run, with the secrets of a configuration."""
 
     bootstrap_token: str = ""
     daemon_token: str = ""
     keys: CurveKeys | None = None
     peer_key: str = ""
-    """Public key of control sockets; empty: our own pair's and those on the list of allowed keys are tried."""
+    """Public key of control sockets; empty: those of our own pair and of the list of allowed keys are tried."""
     http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=ANSWER_S))
 
     def reach(self, needs: Needs, own_url: str, named: Iterable[str]) -> Reach:
-        """Ask this configuration's daemon, its bootstraps, the peers that these know or else those that are named by URL."""
+        """Ask this configuration's daemon, its bootstraps, the peers that a bootstrap knows, and the `named` URLs."""
         named = tuple(named)
         bootstraps: list[Answer] = []
         peers: list[Answer] = []
@@ -94,12 +94,7 @@ class Asking:
                     shaken.append(self.shake(name, control, encrypted=encrypted))
         shaken += [self.shake(given, given, encrypted=None) for given in named if given.startswith("tcp://")]
         peers += [self.ready(given, given) for given in named if "://" in given and not given.startswith("tcp://")]
-        return Reach(
-            running=running,
-            bootstraps=tuple(bootstraps),
-            peers=tuple(peers),
-            handshakes=tuple(shaken),
-        )
+        return Reach(running=running, bootstraps=tuple(bootstraps), peers=tuple(peers), handshakes=tuple(shaken))
 
     def ready(self, name: str, url: str) -> Answer:
         """Ask an endpoint whether it is ready."""
@@ -115,7 +110,7 @@ class Asking:
         return Answer(name=name, url=url, took_s=took_s, ready=said.ready, reasons=said.reasons)
 
     def instances(self, url: str) -> tuple[tuple[InstanceView, ...], str]:
-        """Return who is in a bootstrap's directory, and why that cannot be said."""
+        """Return the instances in a bootstrap's directory, and the problem where there is one."""
         response, problem = self._get(f"{url.rstrip('/')}/v1/instances", self.bootstrap_token)
         if response is None:
             return (), problem
@@ -129,7 +124,7 @@ class Asking:
             return (), "it lists its instances in a way that this release does not understand"
 
     def running(self, url: str, needs: Needs) -> str:
-        """Return what of this configuration's daemon answers at its own address, empty when it is not the one."""
+        """Return name and uptime of this configuration's daemon, empty when no daemon or another one answers."""
         response, _ = self._get(f"{url}/status", self.daemon_token)
         if response is None or not response.is_success:
             return ""
@@ -143,13 +138,13 @@ class Asking:
         return f"{needs.name}, up for {uptime_s:.0f} s" if ours == theirs else ""
 
     def shake(self, name: str, endpoint: str, *, encrypted: bool | None) -> Handshake:
-        """Enter a control socket and leave it. `encrypted`: what the directory says of it."""
+        """Connect to a control socket and leave it. `encrypted`: whether the directory says so; None: not known."""
         begun_s = time.monotonic()
         keys = self.keys if encrypted is not False else None
         if encrypted and keys is None:
             problem = "wants CURVE keys, and this configuration has none"
             return Handshake(name=name, endpoint=endpoint, problem=problem)
-        how, problems = "handshake encrypted" if keys else "handshake in the clear", list[str]()
+        how, problems = "handshake encrypted" if keys else "handshake not encrypted", list[str]()
         tried = [self.peer_key] if self.peer_key or keys is None else [keys.public, *sorted(keys.allowed)][:MOST_KEYS]
         for public in tried if keys else [""]:
             try:
@@ -161,9 +156,7 @@ class Asking:
             else:
                 return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
         if keys and not self.peer_key and _reached(endpoint):
-            how = (
-                "TCP only: none of the public keys known here is its (bootstrap hands it out with requests; --peer-key)"
-            )
+            how = "TCP only: its public key is not known here (bootstrap hands it out with requests; --peer-key)"
             return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
         return Handshake(name=name, endpoint=endpoint, problem=problems[-1])
 
@@ -176,7 +169,7 @@ class Asking:
 
 
 def _reached(endpoint: str) -> bool:
-    """Whether somebody accepts connections, whatever is behind."""
+    """Whether any process accepts connections there."""
     address = parse_tcp(endpoint)
     try:
         if address is not None:
@@ -187,7 +180,7 @@ def _reached(endpoint: str) -> bool:
 
 
 def _other_side(needs: Needs, listed: Iterable[InstanceView]) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield (name, URL, control endpoint, encrypted) of the nodes that this one works with; of all for bootstrap."""
+    """Yield (name, URL, control endpoint, encrypted) of the nodes of the other role; for bootstrap, of all nodes."""
     for instance in listed:
         if instance.role.value != needs.role:
             for node in instance.nodes:
@@ -196,7 +189,7 @@ def _other_side(needs: Needs, listed: Iterable[InstanceView]) -> Iterator[tuple[
 
 
 def check_bootstrap(reach: Reach, needs: Needs) -> Iterator[Finding]:
-    """A node that cannot announce itself is never paired."""
+    """A node that cannot announce itself to bootstrap is never paired."""
     for answer in reach.bootstraps:
         if answer.problem:
             yield breaks(
@@ -211,17 +204,17 @@ def check_bootstrap(reach: Reach, needs: Needs) -> Iterator[Finding]:
                 f"bootstrap at {answer.url} answers in {answer.took_s * 1e3:.0f} ms{reasons}", subject=answer.url
             )
     if not reach.bootstraps:
-        alone = "requests are admitted on both ends by whoever picks them"
+        alone = "whoever picks the two ends of a request admits it on both"
         yield not_here("no bootstrap is configured", "it is bootstrap itself" if needs.role == "bootstrap" else alone)
 
 
 def check_peers(reach: Reach, needs: Needs) -> Iterator[Finding]:
-    """Peers that bootstrap knows or that were named: they answer, and are ready."""
+    """Peers that bootstrap knows, or that the command line names, answer and are ready."""
     for answer in reach.peers:
         if answer.problem:
             yield breaks(
                 f"{answer.name} at {answer.url}: {answer.problem}",
-                "requests are paired with it, and fail or are refused",
+                "requests that are paired with it fail or are refused",
                 f"curl -v {answer.url}/ready from this host; check http.advertise_url there and the firewall between",
                 subject=answer.name,
             )
@@ -247,7 +240,7 @@ def check_peers(reach: Reach, needs: Needs) -> Iterator[Finding]:
 
 
 def check_control(reach: Reach, needs: Needs) -> Iterator[Finding]:
-    """Control sockets: a connection and its handshake, no message. A running daemon takes no notice of it."""
+    """Control sockets accept a connection and its handshake. No message is sent, and a running daemon is not disturbed."""
     for each in reach.handshakes:
         if each.problem:
             yield breaks(

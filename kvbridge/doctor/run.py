@@ -1,4 +1,4 @@
-"""One run of the doctor: read, ask; then judge by the table of all checks."""
+"""One run of the doctor: read the host, ask others, and check everything."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from kvbridge.config.endpoints import is_wildcard
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor import devices, memory, network, reach, software
-from kvbridge.doctor.devices import Devices
+from kvbridge.doctor import machine, network, reach, software
 from kvbridge.doctor.findings import Finding, Level, Needs
-from kvbridge.doctor.memory import Memory, Process
+from kvbridge.doctor.machine import Machine
 from kvbridge.doctor.network import Network
 from kvbridge.doctor.reach import Asking, Reach
 from kvbridge.doctor.software import Software
@@ -25,30 +24,28 @@ Config = PrefillConfig | DecodeConfig | BootstrapConfig
 
 
 class Host(FrozenModel):
-    """Everything that was read and asked."""
+    """All facts of one run."""
 
-    memory: Memory = Memory()
-    devices: Devices = Devices()
+    machine: Machine = Machine()
     network: Network = Network()
-    process: Process = Process()
     software: Software = Software()
     reach: Reach = Reach()
 
 
 CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
-    "memory.locked": lambda host, needs: memory.check_locked(host.memory, needs, rdma=bool(host.network.rdma)),
-    "memory.shared": lambda host, needs: memory.check_shared(host.memory, needs),
-    "memory.limits": lambda host, needs: memory.check_limits(host.memory, needs),
-    "devices.present": lambda host, needs: devices.check_present(host.devices, needs),
-    "devices.memory": lambda host, needs: devices.check_memory(host.devices, needs),
-    "devices.driver": lambda host, _: devices.check_driver(host.devices, host.software.packages),
-    "devices.ipc": lambda host, _: devices.check_sharing(host.devices),
+    "memory.locked": lambda host, needs: machine.check_locked(host.machine, needs, rdma=bool(host.network.rdma)),
+    "memory.shared": lambda host, needs: machine.check_shared(host.machine, needs),
+    "memory.limits": lambda host, needs: machine.check_limits(host.machine, needs),
+    "devices.present": lambda host, needs: machine.check_gpus(host.machine, needs),
+    "devices.memory": lambda host, needs: machine.check_gpu_memory(host.machine, needs),
+    "devices.driver": lambda host, _: machine.check_driver(host.machine, host.software.packages),
+    "devices.ipc": lambda host, _: machine.check_sharing(host.machine),
     "rdma.present": lambda host, needs: network.check_rdma(host.network, needs),
     "rdma.state": lambda host, needs: network.check_rdma_states(host.network, needs),
     "network.ports": lambda host, needs: network.check_ports(host.network, needs, host.reach.running),
     "network.addresses": lambda host, needs: network.check_addresses(host.network, needs),
-    "process.open_files": lambda host, needs: memory.check_open_files(host.process, needs),
-    "process.runtime_directory": lambda host, needs: memory.check_runtime_directory(host.process, needs),
+    "process.open_files": lambda host, needs: machine.check_open_files(host.machine, needs),
+    "process.runtime_directory": lambda host, needs: machine.check_runtime_directory(host.machine, needs),
     "software.mooncake": lambda host, needs: software.check_library("mooncake", host.software, needs),
     "software.nixl": lambda host, needs: software.check_library("nixl", host.software, needs),
     "software.environment": lambda host, needs: software.check_environment(
@@ -58,11 +55,11 @@ CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
     "reach.peers": lambda host, needs: reach.check_peers(host.reach, needs),
     "reach.control": lambda host, needs: reach.check_control(host.reach, needs),
 }
-"""Stable names, which programs may match on, in the order in which findings are shown."""
+"""All checks by their stable names, in the order in which findings are shown."""
 
 
 def examine(host: Host, needs: Needs) -> list[Finding]:
-    """Run every check. The worst findings come first, otherwise in the order of the table."""
+    """Run every check. The worst findings come first, and otherwise the order is that of the table."""
     if host.reach.running:  # its pools are there already
         needs = needs.model_copy(update={"shared_bytes": 0, "device_bytes": {}})
     found = [each.model_copy(update={"check": name}) for name, check in CHECKS.items() for each in check(host, needs)]
@@ -72,24 +69,22 @@ def examine(host: Host, needs: Needs) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Visit:
-    """What one run looks at."""
+    """Input of one run."""
 
     config: Config | None = None
     needs: Needs = field(default_factory=Needs)
     asking: Asking = field(default_factory=Asking)
     peers: Sequence[str] = ()
-    """As given: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket."""
+    """Further peers: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket."""
 
 
 def read_host(visit: Visit) -> Host:
-    """Read and ask everything."""
+    """Read the host and ask others."""
     needs, config = visit.needs, visit.config
     directories = [Path(needs.directory), DEFAULT_DIRECTORY, Path(needs.settings.local.proof_directory)]
     host = Host(
-        memory=memory.read_memory(directories),
-        devices=devices.read_devices(needs.gpus),
+        machine=machine.read_machine(directories, getattr(config, "runtime_dir", None), needs.gpus),
         network=network.read_network(needs),
-        process=memory.read_process(getattr(config, "runtime_dir", None)),
         software=software.read_software(),
     )
     with closing(visit.asking.http):
@@ -98,9 +93,9 @@ def read_host(visit: Visit) -> Host:
 
 
 def _own_url(config: Config) -> str:
-    """Return where this configuration's daemon answers, if it runs: as it has written down, else as configured."""
+    """Return the URL of this configuration's daemon: from its endpoint file, else as configured."""
     if isinstance(config, PrefillConfig | DecodeConfig):
-        with suppress(ConfigError):  # of another user: a finding of its own
+        with suppress(ConfigError):  # another user's file: a finding of its own
             if (written := read_endpoint(config.runtime_dir)) is not None:
                 return written.http_url
     scheme = "https" if config.http.tls_certificate_file else "http"

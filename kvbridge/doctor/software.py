@@ -1,6 +1,7 @@
-"""Versions of the transfer libraries, and what is known to go wrong with them and with the variables that they read.
+"""Versions of the transfer libraries, and known problems of these versions and of the variables that they read.
 
-What is said of the libraries was measured with mooncake-transfer-engine 0.3.13 and nixl 1.5 (UCX 1.23), or is in their trackers.
+These problems were measured with mooncake-transfer-engine 0.3.13 and nixl 1.5 (UCX 1.23), or are in the trackers of the
+libraries.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Library:
     """A library that a transport needs."""
 
     builds: tuple[str, ...]
-    """Its distributions."""
+    """Its distributions on PyPI."""
     oldest: tuple[int, ...]
     too_old: str
-    """What goes wrong with older ones."""
+    """The problem of older versions."""
     exclusive: bool = False
-    """Whether all builds own the same package, so that one of them can be installed."""
+    """Whether all builds own the same package, so that only one of them can be installed."""
     links: str = ""
     """A system library without which it does not load."""
 
@@ -47,25 +48,25 @@ LIBRARIES = {
     "nixl": Library(
         ("nixl-cu12", "nixl-cu13"),
         (1, 5),
-        "of earlier ones it is known that two agents which start at once hang (0.10 with UCX 1.20), and its API differs",
+        "two agents of an earlier version that start at once hang (0.10 with UCX 1.20), and its API differs",
     ),
 }
 PACKAGES = tuple(name for library in LIBRARIES.values() for name in library.builds)
 
 
 class Software(FrozenModel):
-    """Versions and settings of what kvbridge runs on."""
+    """Versions and settings of the transfer libraries."""
 
     packages: dict[str, str] = Field(default_factory=dict)
     """Installed builds of the transfer libraries with their versions."""
     libraries: tuple[str, ...] = ()
-    """System libraries that were found, of those that are needed."""
+    """Needed system libraries that were found."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables that the transfer libraries read."""
 
 
 def read_software() -> Software:
-    """Look at versions and at the variables that the transfer libraries read."""
+    """Read the versions of the transfer libraries, and the variables that they read."""
     return Software(
         packages={name: version for name in PACKAGES if (version := _version(name))},
         libraries=tuple(name for name in (VERBS_LIBRARY,) if find_library(name)),
@@ -81,7 +82,7 @@ def _version(name: str) -> str:
 
 
 def check_library(transport: str, software: Software, needs: Needs) -> Iterator[Finding]:
-    """A transport that is to be used has one build of its library, recent enough, with what that is linked against."""
+    """Each configured transport has one build of its library, recent enough, with the system library that it links to."""
     library, packages = LIBRARIES[transport], software.packages
     found = [name for name in library.builds if name in packages]
     shown = ", ".join(f"{name} {packages[name]}" for name in found)
@@ -89,16 +90,16 @@ def check_library(transport: str, software: Software, needs: Needs) -> Iterator[
         yield not_here(f"{transport} was not looked at", "no transport needs it")
     elif not found and needs.role:
         yield breaks(
-            f"transports.order names {transport}, and it is not installed",
-            "rank workers start without it: peers that have nothing else in common are refused",
+            f"transports.order names {transport}, which is not installed",
+            "rank workers start without it, and refuse peers with no other transport in common",
             f"pip install 'kvbridge[cpu]' (with CUDA: 'kvbridge[cuda]'), or take {transport} out of transports.order",
         )
     elif not found:
-        yield not_here(f"{transport} is not installed", "no configuration was given that needs it")
+        yield not_here(f"{transport} is not installed", "no configuration that needs it was given")
     elif len(found) > 1 and library.exclusive:
         yield breaks(
             f"several builds of {transport} are installed: {shown}",
-            "they own the same package, so files of one lie over those of the other: what loads is chance",
+            "they own the same package, so files of one overwrite those of the other, and which one loads is chance",
             f"pip uninstall -y {' '.join(found)} && pip install {found[0]}",
         )
     elif numbers(packages[found[0]]) < library.oldest:
@@ -118,7 +119,7 @@ def check_library(transport: str, software: Software, needs: Needs) -> Iterator[
 
 
 def check_environment(software: Software, needs: Needs, *, rdma: bool) -> Iterator[Finding]:
-    """Variables that the transfer libraries read, and that do harm. `rdma`: there is a device."""
+    """No variable of the transfer libraries does harm. `rdma`: there is a device."""
     found = [*_mooncake_traps(software.environment, needs), *_ucx_traps(software.environment, needs, rdma=rdma)]
     yield from found
     if not found:
@@ -150,14 +151,14 @@ def _ucx_traps(environment: dict[str, str], needs: Needs, *, rdma: bool) -> Iter
     if modules is not None and "^" not in modules and not rdma and needs.settings.nixl.ucx_modules == "auto":
         yield warning(
             f"UCX_MODULES={modules} lets UCX load its InfiniBand module, and there is no such device",
-            "its libraries can crash the interpreter when it exits (139), after all work is done",
+            "its libraries can crash the interpreter at its exit (139), after all work is done",
             "unset UCX_MODULES, or export UCX_MODULES=^ib",
         )
     tls = needs.settings.nixl.ucx_tls or environment.get("UCX_TLS", "")
     if tls and set(tls.split(",")) <= {"posix", "sysv", "self"}:
         yield breaks(
             f"UCX may use nothing but {tls}",
-            "NIXL then crashes (signal 11) instead of saying that it has no way to a peer",
+            "NIXL then crashes (signal 11) instead of reporting that it has no way to a peer",
             "set transports.nixl.ucx_tls to tcp (or rc,tcp), or leave it empty and unset UCX_TLS",
         )
 

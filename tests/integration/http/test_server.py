@@ -16,7 +16,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvbridge.api.client import DaemonClient
-from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.errors import PeerError
 from kvbridge.http import server as http_server
 from kvbridge.http.server import HttpServer, TlsFiles
@@ -55,7 +55,9 @@ async def test_a_request_in_progress_ends_before_the_server_does():
     server = await serve(rooms)
     async with DaemonClient(token="t", timeout_s=20.0) as client:
         await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
-        waiting = asyncio.create_task(client.wait(server.url, 5, wait_s=4.0))
+        waiting = asyncio.create_task(
+            client.ask(RoomReport, "GET", f"{server.url}/v1/requests/5", params={"wait": 4.0})
+        )
         await asyncio.wait_for(rooms.waiting.wait(), 20)
         stopping = asyncio.create_task(server.stop())
         await asyncio.sleep(0)
@@ -70,7 +72,9 @@ async def test_a_request_that_does_not_end_is_cut_off():
     server = await serve(rooms, shutdown_s=0.5)
     async with DaemonClient(token="t", timeout_s=20.0) as client:
         await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
-        waiting = asyncio.create_task(client.wait(server.url, 5, wait_s=5.0))
+        waiting = asyncio.create_task(
+            client.ask(RoomReport, "GET", f"{server.url}/v1/requests/5", params={"wait": 5.0})
+        )
         await asyncio.wait_for(rooms.waiting.wait(), 20)
         await server.stop()
         with pytest.raises(PeerError):  # and no answer, which it would have after its wait
@@ -81,7 +85,7 @@ async def test_a_proxy_from_the_environment_is_not_used(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.1:9")
     server = await serve(FakeRooms())
     async with DaemonClient(token="t", timeout_s=20.0) as client:
-        assert (await client.readiness(server.url)).ready
+        assert await client.incarnation(server.url)
     await server.stop()
 
 

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from kvbridge.cli import doctor as command
 from kvbridge.cli.main import app
-from kvbridge.doctor.memory import Limit
+from kvbridge.doctor.machine import Limit
 from kvbridge.doctor.run import CHECKS, Host, Visit
 from tests.unit.doctor.hosts import HEALTHY, changed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DECODE = ["--config", str(CONFIGS / "decode.yaml"), "--role", "decode"]
-SHORT_OF_FILES = changed(HEALTHY, process__open_files=Limit(soft=256, hard=256))
+SHORT_OF_FILES = changed(HEALTHY, machine__open_files=Limit(soft=256, hard=256))
 
 
 def run(host: Host, monkeypatch: pytest.MonkeyPatch, *arguments: str):

@@ -8,9 +8,8 @@ from pydantic import BaseModel
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
 from kvbridge.control.listeners import TcpListener
-from kvbridge.doctor.devices import Devices, Gpu
 from kvbridge.doctor.findings import Needs, Port
-from kvbridge.doctor.memory import Directory, Limit, Memory, Process, SharedDirectory
+from kvbridge.doctor.machine import Directory, Gpu, Limit, Machine, SharedDirectory
 from kvbridge.doctor.network import Interface, Network, RdmaPort
 from kvbridge.doctor.reach import Answer, Handshake, Reach
 from kvbridge.doctor.run import Host
@@ -24,12 +23,12 @@ ROCE = RdmaPort(device="mlx5_0", port=1, rate_gbit=400)
 INFINIBAND = RdmaPort(device="mlx5_1", port=1, link_layer="InfiniBand", rate_gbit=400)
 
 HEALTHY = Host(
-    memory=Memory(
+    machine=Machine(
         locked=Limit(),
         shared=(SharedDirectory(path="/dev/shm", total_bytes=512 * GIB, free_bytes=500 * GIB),),
         limits=(MemoryLimit(name="memory of this machine", available_bytes=600 * GIB, cure="use a larger machine"),),
-    ),
-    devices=Devices(
+        open_files=Limit(soft=1024, hard=1 << 20),
+        runtime=Directory(path="/run/kvbridge"),
         accelerator=True,
         driver="580.65.06",
         gpus=tuple(Gpu(ordinal=one, name="NVIDIA H200", total_bytes=141 * GIB, free_bytes=139 * GIB) for one in (0, 1)),
@@ -44,10 +43,6 @@ HEALTHY = Host(
             Interface(name="eth2", speed_mbit=400_000, addresses=("10.1.0.2",)),
         ),
         listeners=(TcpListener("0.0.0.0", 22, 1, "sshd"),),
-    ),
-    process=Process(
-        open_files=Limit(soft=1024, hard=1 << 20),
-        runtime=Directory(path="/run/kvbridge"),
     ),
     software=Software(
         packages={"mooncake-transfer-engine": "0.3.13.post1", "nixl-cu13": "1.5.1"}, libraries=("ibverbs",)
@@ -76,7 +71,7 @@ NEEDS = Needs(
 
 
 def changed(model: ModelT, **values: Any) -> ModelT:
-    """Return a copy in which `memory__locked=X` is another."""
+    """Return a copy in which `machine__locked=X` is another."""
     for path, value in values.items():
         name, _, rest = path.partition("__")
         inner = changed(getattr(model, name), **{rest: value}) if rest else value

@@ -9,13 +9,13 @@ import pytest
 from kvbridge.config.transports import MooncakeSettings, NixlSettings
 from kvbridge.control.listeners import TcpListener
 from kvbridge.doctor.findings import Finding, Level, Needs
-from kvbridge.doctor.memory import Directory, Limit, SharedDirectory
+from kvbridge.doctor.machine import Directory, Limit, SharedDirectory
 from kvbridge.doctor.reach import Answer, Handshake
 from kvbridge.doctor.run import CHECKS, Host, examine
 from kvbridge.pool.memory.memory_limits import MemoryLimit
 from tests.unit.doctor.hosts import GIB, HEALTHY, INFINIBAND, NEEDS, ROCE, changed
 
-GPU, OTHER_GPU = HEALTHY.devices.gpus
+GPU, OTHER_GPU = HEALTHY.machine.gpus
 B, W = Level.BREAKS, Level.WARNING
 SMALL = SharedDirectory(path="/dev/shm", total_bytes=64 << 20, free_bytes=64 << 20)
 DISK = SharedDirectory(path="/data", problem="/data is on a file system of type 0xef53")
@@ -41,23 +41,23 @@ def case(check: str, level: Level, says: str, cure: str, needs: dict[str, Any] |
 
 
 CASES = [
-    case("memory.locked", B, "only 8.0 MiB", "ulimit -l unlimited", memory__locked=Limit(soft=8 << 20)),
-    case("memory.shared", B, "64.0 MiB free of 64.0 MiB", "remount,size=262144m /dev/shm", memory__shared=(SMALL,)),
-    case("memory.shared", B, "type 0xef53", "pools.host.directory: /dev/shm", memory__shared=(DISK,)),
-    case("memory.limits", B, "control group /x: 1.0 GiB left", "raise the memory limit", memory__limits=(GROUP,)),
-    case("devices.present", B, "cuda:1, but this process sees 1 GPUs", "CUDA_VIS", devices__gpus=(GPU,)),
-    case("devices.present", B, "can use no GPU", "nvidia-smi", devices__gpus=(), devices__problem="no library"),
+    case("memory.locked", B, "only 8.0 MiB", "ulimit -l unlimited", machine__locked=Limit(soft=8 << 20)),
+    case("memory.shared", B, "64.0 MiB free of 64.0 MiB", "remount,size=262144m /dev/shm", machine__shared=(SMALL,)),
+    case("memory.shared", B, "type 0xef53", "pools.host.directory: /dev/shm", machine__shared=(DISK,)),
+    case("memory.limits", B, "control group /x: 1.0 GiB left", "raise the memory limit", machine__limits=(GROUP,)),
+    case("devices.present", B, "cuda:1, but this process sees 1 GPUs", "CUDA_VIS", machine__gpus=(GPU,)),
+    case("devices.present", B, "can use no GPU", "nvidia-smi", machine__gpus=(), machine__gpu_problem="no library"),
     case(
         *("devices.present", W, "cannot use it: no library", "kvbridge[cuda]", {"gpus": ()}),
-        devices__gpus=(),
-        devices__problem="no library",
+        machine__gpus=(),
+        machine__gpu_problem="no library",
     ),
     case(
         *("devices.memory", B, "cuda:0 has 10.0 GiB free", "nvidia-smi"),
-        devices__gpus=(changed(GPU, free_bytes=10 * GIB), OTHER_GPU),
+        machine__gpus=(changed(GPU, free_bytes=10 * GIB), OTHER_GPU),
     ),
-    case("devices.driver", B, "535.54 is older than CUDA 13", "nixl-cu12", devices__driver="535.54"),
-    case("devices.ipc", B, "invalid device context", "--ipc=host", devices__ipc_problem="invalid device context"),
+    case("devices.driver", B, "535.54 is older than CUDA 13", "nixl-cu12", machine__driver="535.54"),
+    case("devices.ipc", B, "invalid device context", "--ipc=host", machine__ipc_problem="invalid device context"),
     case("rdma.present", B, "there is no RDMA device", "protocol: tcp", network__rdma=()),
     case("rdma.present", B, "/dev/infiniband is not here", "--device=/dev/inf", network__verbs_nodes=False),
     case("rdma.present", W, "/dev/infiniband is not here", "--device", mooncake(), network__verbs_nodes=False),
@@ -81,11 +81,11 @@ CASES = [
         network__foreign=("10.9.9.9",),
     ),
     case("network.addresses", B, "transports.mooncake.host is 127.0.0.1, while", "10.1.0.2", mooncake("127.0.0.1")),
-    case("process.open_files", B, "only 256 files", "LimitNOFILE", process__open_files=Limit(soft=256, hard=256)),
-    case("process.open_files", W, "4096 files may be open", "http.max", process__open_files=Limit(hard=4096)),
+    case("process.open_files", B, "only 256 files", "LimitNOFILE", machine__open_files=Limit(soft=256, hard=256)),
+    case("process.open_files", W, "4096 files may be open", "http.max", machine__open_files=Limit(hard=4096)),
     case(
         *("process.runtime_directory", B, "can be entered by others", "chmod 700 /tmp/x"),
-        process__runtime=Directory(path="/tmp/x", problem="runtime directory /tmp/x can be entered by others"),
+        machine__runtime=Directory(path="/tmp/x", problem="runtime directory /tmp/x can be entered by others"),
     ),
     case("software.mooncake", B, "several builds", "pip uninstall", software__packages=TWO_BUILDS),
     case(
@@ -147,7 +147,7 @@ def test_every_check_has_a_broken_host_and_calls_the_healthy_one_fine() -> None:
 
 def test_a_small_host_without_a_configuration_breaks_nothing() -> None:
     """No GPU, no RDMA, little memory to lock: each is said, with why nothing needs it."""
-    found = examine(changed(Host(), memory__locked=Limit(soft=8 << 20)), Needs())
+    found = examine(changed(Host(), machine__locked=Limit(soft=8 << 20)), Needs())
     assert not [finding for finding in found if finding.level in {B, W}]
     absent = [finding for finding in found if finding.level is Level.NOT_HERE]
     assert {"memory.locked", "devices.present", "rdma.present", "network.ports"} <= {each.check for each in absent}
@@ -157,9 +157,9 @@ def test_a_small_host_without_a_configuration_breaks_nothing() -> None:
 def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> None:
     host = changed(
         HEALTHY,
-        memory__shared=(SMALL,),
+        machine__shared=(SMALL,),
         network__listeners=(NGINX,),
-        devices__gpus=(changed(GPU, free_bytes=0), OTHER_GPU),
+        machine__gpus=(changed(GPU, free_bytes=0), OTHER_GPU),
     )
     broken = {each.check for each in examine(host, NEEDS) if each.level is B}
     assert broken == {"memory.shared", "network.ports", "devices.memory"}
@@ -168,7 +168,7 @@ def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> Non
 
 
 def test_locking_matters_only_where_something_locks() -> None:
-    little = changed(HEALTHY, memory__locked=Limit(soft=8 << 20))
+    little = changed(HEALTHY, machine__locked=Limit(soft=8 << 20))
     for needs, rdma, level in (
         (mooncake(), (ROCE,), B),  # NIXL takes a card where there is one
         (mooncake(), (), Level.NOT_HERE),
@@ -176,7 +176,7 @@ def test_locking_matters_only_where_something_locks() -> None:
     ):
         (found,) = found_by("memory.locked", changed(little, network__rdma=rdma), changed(NEEDS, **needs))
         assert found.level is level
-    free = changed(little, memory__may_lock_any=True)
+    free = changed(little, machine__may_lock_any=True)
     assert [each.level for each in found_by("memory.locked", free, NEEDS)] == [Level.FINE]
 
 

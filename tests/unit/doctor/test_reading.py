@@ -16,7 +16,7 @@ from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.transports import TransportSettings
 from kvbridge.doctor.findings import Needs, Port, needs_of
-from kvbridge.doctor.memory import read_memory, read_process
+from kvbridge.doctor.machine import read_machine
 from kvbridge.doctor.network import RdmaPort, read_interfaces, read_network, read_rdma
 from kvbridge.doctor.reach import Asking
 from tests.helpers.local_servers import held_ports
@@ -68,14 +68,14 @@ def test_interfaces_with_speed_and_addresses(tmp_path: Path) -> None:
 
 def test_memory_and_rights(tmp_path: Path) -> None:
     status = {"proc/self/status": "Name:\tx\nCapEff:\t0000000000004000\n", "proc/meminfo": "MemAvailable: 1024 kB\n"}
-    found = read_memory([Path("/dev/shm"), tmp_path / "gone"], write(tmp_path, status))
+    found = read_machine([Path("/dev/shm"), tmp_path / "gone"], root=write(tmp_path, status))
     assert found.may_lock_any
     assert "memory of this machine" in {each.name for each in found.limits}
     real, gone = found.shared
     assert real.total_bytes >= real.free_bytes > 0
     assert "No such file" in gone.problem
     write(tmp_path, {"proc/self/status": "CapEff:\t0000000000008000\n"})
-    assert not read_memory([], tmp_path).may_lock_any
+    assert not read_machine([], root=tmp_path).may_lock_any
 
 
 def test_who_listens_is_found_with_process_and_command() -> None:
@@ -98,17 +98,16 @@ def test_addresses_of_other_hosts_are_told_from_ours() -> None:
 
 
 def test_the_runtime_directory_is_private_or_the_reason_why_not(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    private = read_process(tmp_path).runtime
-    assert private is not None
-    assert (private.problem, private.exists) == ("", True)
-    tmp_path.chmod(0o755)
-    opened = read_process(tmp_path).runtime
-    assert opened is not None
-    assert "can be entered by others" in opened.problem
-    later = read_process(tmp_path / "later").runtime
-    assert later is not None
-    assert (later.problem, later.exists) == ("", False)
+    for mode, path, problem, exists in (
+        (0o700, tmp_path, "", True),
+        (0o755, tmp_path, f"runtime directory {tmp_path} can be entered by others", True),
+        (0o755, tmp_path / "later", "", False),
+    ):
+        tmp_path.chmod(mode)
+        found = read_machine([], path).runtime
+        assert found is not None
+        assert found.problem.startswith(problem)
+        assert (bool(found.problem), found.exists) == (bool(problem), exists)
 
 
 def test_what_configurations_need() -> None:

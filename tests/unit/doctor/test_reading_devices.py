@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvbridge.doctor import devices
-from kvbridge.doctor.devices import read_devices
+from kvbridge.doctor import machine
+from kvbridge.doctor.machine import read_machine
 from kvbridge.kernels.cuda import runtime
 
 FACTS = runtime.DeviceFacts("NVIDIA H200", 132, (9, 0), 141 << 30, 139 << 30)
@@ -20,7 +20,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-    monkeypatch.setattr(devices, "has_accelerator", lambda: True)
+    monkeypatch.setattr(machine, "has_accelerator", lambda: True)
     monkeypatch.setattr(runtime, "device_count", lambda: 2)
     monkeypatch.setattr(runtime, "device_facts", lambda _: FACTS)
     monkeypatch.setattr(runtime, "allocate", lambda *_: 4096)
@@ -42,10 +42,10 @@ def opener(monkeypatch: pytest.MonkeyPatch, returncode: int, stdout: str, stderr
 
 def test_two_gpus(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = opener(monkeypatch, 0, "")
-    found = read_devices((1,), two_gpus)
+    found = read_machine([], used=(1,), root=two_gpus)
     assert (found.driver, found.ipc_problem) == ("580.65.06", "")
     assert [(gpu.ordinal, gpu.free_bytes) for gpu in found.gpus] == [(0, 139 << 30), (1, 139 << 30)]
-    assert asked[0][1:] == ["-P", "-m", "kvbridge.doctor.devices", "1", "01" * 64]
+    assert asked[0][1:] == ["-P", "-m", "kvbridge.doctor.machine", "1", "01" * 64]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_memory_that_nobody_else_can_open(
     returncode: int, stdout: str, stderr: str, problem: str, two_gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opener(monkeypatch, returncode, stdout, stderr)
-    assert problem in str(read_devices((0,), two_gpus).ipc_problem)
+    assert problem in str(read_machine([], used=(0,), root=two_gpus).ipc_problem)
 
 
 def test_without_a_driver_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "has_accelerator", lambda: False)
+    monkeypatch.setattr(machine, "has_accelerator", lambda: False)
     monkeypatch.setattr(runtime, "device_count", lambda: pytest.fail("asked CUDA"))
-    assert not read_devices((0,)).accelerator
+    assert not read_machine([], used=(0,)).accelerator

@@ -7,15 +7,11 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.client import DirectoryClient
-from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
+from kvbridge.api.directory import Load, NodeHeartbeat, PairReport, PairRequest, Ticket
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.store import MemoryStore
-from kvbridge.core.errors import (
-    ConflictError,
-    FeatureError,
-    UnknownRoomError,
-)
+from kvbridge.core.errors import ConflictError, FeatureError, UnknownRoomError
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Features
@@ -86,14 +82,16 @@ async def test_a_body_must_agree_with_its_path(http):
 async def test_a_request_is_paired_reported_and_cancelled(client, http):
     for registration in (node("p", Role.PREFILL), node("d", Role.DECODE)):
         await client.register(registration)
-    ticket = await client.pair(PairRequest(room=7, prompt_tokens=300))
+    requests, wanted = f"{client.base_url}/v1/requests", PairRequest(room=7, prompt_tokens=300)
+    ticket = await client.ask(Ticket, "POST", requests, wanted)
     assert (ticket.prefill.http_urls, ticket.decode.http_urls) == (("http://p",), ("http://d",))
-    assert (await client.report(7)).state is RoomState.ADMITTED
+    assert (await client.ask(PairReport, "GET", f"{requests}/7")).state is RoomState.ADMITTED
     with pytest.raises(ConflictError, match="room 7 is in use"):
-        await client.pair(PairRequest(room=7, prompt_tokens=300))
-    assert (await client.cancel(7, "left")).state is RoomState.ABORTED
+        await client.ask(Ticket, "POST", requests, wanted)
+    cancelled = await client.ask(PairReport, "DELETE", f"{requests}/7", params={"reason": "left"})
+    assert cancelled.state is RoomState.ABORTED
     with pytest.raises(UnknownRoomError):
-        await client.report(8)
+        await client.ask(PairReport, "GET", f"{requests}/8")
     response = await http.post("/v1/requests", json={"room": 9, "prompt_tokens": 300})
     assert (response.status_code, response.headers["location"]) == (201, "/v1/requests/9")
 

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from kvbridge.api.client import BlockingClient, DaemonClient, DirectoryClient
-from kvbridge.api.directory import PairRequest
 from kvbridge.api.problems import error_of, problem_of
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
@@ -63,22 +62,19 @@ async def test_members_and_codes_of_later_releases_are_understood():
     assert error_of(409, httpx.Response(409, json=problem).content, source="d").code == "conflict"
 
 
-async def test_the_four_calls_of_a_daemon():
-    rooms = FakeRooms()
-    async with daemon(rooms) as client:
+async def test_the_calls_of_a_daemon():
+    async with daemon(FakeRooms()) as client:
         assert (await client.admit("http://d/", AdmissionRequest(room=4, prompt_tokens=9))).room == 4
         assert (await client.report("http://d", 4)).state is RoomState.ADMITTED
-        await client.wait("http://d", 4, wait_s=2.0, until=frozenset({RoomState.COMMITTED}))
-        assert rooms.waits == [(4, 2.0, frozenset({RoomState.COMMITTED}))]
         assert (await client.cancel("http://d", 4, "a & b", generation=1)).reason == "a & b"
+        assert await client.incarnation("http://d/") == "incarnation-1"
 
 
 async def test_readiness_is_an_answer_even_when_it_is_no():
     status = FakeStatus()
     status.ready = Readiness(ready=False, reasons=("starting",))
     async with daemon(FakeRooms(), status) as client:
-        assert (await client.readiness("http://d")).reasons == ("starting",)
-        assert (await client.status("http://d"))["role"] == "prefill"
+        assert (await client.ask(Readiness, "GET", "http://d/ready")).reasons == ("starting",)
 
 
 async def test_a_daemon_that_refuses_our_token_is_not_the_callers_fault():
@@ -86,7 +82,7 @@ async def test_a_daemon_that_refuses_our_token_is_not_the_callers_fault():
         with pytest.raises(PeerError, match=r"daemons\.token_file"):
             await client.admit("http://d", AdmissionRequest(prompt_tokens=9))
         with pytest.raises(UnauthorizedError):
-            await client.status("http://d")
+            await client.incarnation("http://d")
 
 
 async def test_a_daemon_that_does_not_let_our_token_name_a_namespace_is_not_the_callers_fault():
@@ -105,7 +101,7 @@ async def test_no_answer_is_a_deadline_with_a_name():
             await client.report("http://d", 1)
     async with DirectoryClient("http://b", timeout_s=3.0, transport=httpx.MockTransport(slow)) as directory:
         with pytest.raises(DeadlineError, match=r"within 3 s"):
-            await directory.pair(PairRequest(prompt_tokens=1))
+            await directory.instances()
 
 
 @asynccontextmanager
