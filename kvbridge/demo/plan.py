@@ -1,4 +1,4 @@
-"""What a demo will do: its options, and the model, the requests and the daemons that follow from them."""
+"""The plan of a demo: its options, and the model, the requests and the daemons that follow from them."""
 
 from __future__ import annotations
 
