@@ -4,9 +4,10 @@ Answers are facts for the report, by the names that `--json` shows, and logits a
 
 Logits are compared bit by bit: two processes on one machine that do the same operations in the same order get the same bits. In
 one place sparse decode does not. It sums over the selected entries of a C4 layer in the order of the selection; the dense model
-sums over all, where others have the weight zero. The difference in rounding is enough for an indexer, a router or a quantised row
-to fall to the other side of a tie later on: two right runs then part for good, and no tolerance of logits is right for all. Therefore
-the model alone takes the order of this one sum from sparse decode: it gathers the selected entries from its own whole cache.
+sums over all, where others have the weight zero. The difference in rounding is enough for an indexer, a router or a quantised
+row to fall to the other side of a tie later on: two right runs then part for good, and no tolerance of logits is right for all.
+Therefore the model alone takes the order of this one sum from sparse decode: it gathers the selected entries from its own whole
+cache.
 """
 
 from __future__ import annotations
