@@ -25,8 +25,7 @@ from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.costs import DecodePlan, Fit, fit_memory, fit_pools, hot_slot_bytes, request_cost
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import IndexSpace, NonNegative, PageIdArray, Rank
-from kvbridge.daemon.memory import NodeLayout, plan_memory
-from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.layout import NodeLayout, load_geometry, plan_memory
 from kvbridge.doctor.findings import size
 from kvbridge.pool.accounts.allocator import RunAllocator
 from kvbridge.tier.index import PrefixIndex
@@ -136,8 +135,8 @@ def _pools(rank: Rank, plan: DecodePlan, layout: NodeLayout) -> Iterator[tuple[s
         yield f"device pool of rank {rank}", counts, size(placement.total_bytes)
     if layout.host is not None and layout.host.total_bytes:
         yield "host pool", str(pages[IndexSpace.HOST]), size(layout.host.total_bytes)
-    if layout.twins is not None:
-        yield "prefixes on the host", str(pages[IndexSpace.FULL_COPY]), size(layout.twins.total_bytes)
+    if layout.copies is not None:
+        yield "prefixes on the host", str(pages[IndexSpace.FULL_COPY]), size(layout.copies.total_bytes)
     if plan.sparse is not None:
         slots, slot = plan.sparse.max_requests, hot_slot_bytes(plan)
         yield f"hot buffer of rank {rank}", str(slots), size(slots * slot.total)

@@ -22,8 +22,7 @@ from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import PRESETS
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.memory import plan_memory
-from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.layout import load_geometry, plan_memory
 
 NODES = {DaemonRole.PREFILL: DaemonRole.DECODE, DaemonRole.DECODE: DaemonRole.PREFILL}
 """Each role of a node, and the role of its peers."""

@@ -7,31 +7,21 @@ prompt. Should an entry not have been wiped, the page's digest tells.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import mmap
-import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import numpy as np
 import structlog
 from crc32c import crc32c
 from pydantic import Field, ValidationError
 
 from kvbridge.core.errors import IntegrityError
-from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, PageIdArray, Pages, Positive
-from kvbridge.kernels.digest import raw_checksums
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
 from kvbridge.tier.keys import KEY_BYTES, Keys
 
 log = structlog.get_logger(__name__)
 
-PAGES_AT_ONCE = 32
-"""Pages whose digests are computed between two looks at what has changed."""
 ENTRY_BYTES = 64
 KEPT_SPACES = (IndexSpace.FULL_COPY, IndexSpace.SWA_COPY, IndexSpace.HOST)
 NO_PAGE = -1
@@ -128,9 +118,6 @@ class Contents:
                 yield Keys(b"".join(each.key for each in path)), path
 
 
-# ------------------------------------------------------------------------------------------- the form
-
-
 def header_bytes(header: KeptHeader) -> bytes:
     """Return the beginning of a journal: a multiple of an entry's length."""
     text = header.model_dump_json().encode()
@@ -195,142 +182,3 @@ def read_journal(data: bytes) -> tuple[KeptHeader, Contents]:
 
 def _sealed(body: bytes) -> bytes:
     return body + crc32c(body).to_bytes(4, "little")
-
-
-# ------------------------------------------------------------------------------------------- writing
-
-
-class PageDigests:
-    """Digests of pages in memory of this process. Any thread may ask."""
-
-    def __init__(self, regions: Sequence[Region]) -> None:
-        self._of_space: dict[IndexSpace, list[Region]] = {}
-        for region in regions:
-            self._of_space.setdefault(region.space, []).append(region)
-
-    def __call__(self, pages: Sequence[Place]) -> int:
-        """Return one digest of all bytes of some pages, which nobody writes meanwhile."""
-        found = [
-            (
-                region.extent_addresses[page // region.pages_per_extent]
-                + page % region.pages_per_extent * region.page_stride_bytes,
-                region.page_bytes,
-            )
-            for space, page in pages
-            for region in self._of_space[space]
-        ]
-        starts, lengths = np.array(found, dtype=np.uint64).T
-        return int(crc32c(raw_checksums(starts, lengths.astype(np.int64), MemoryKind.DRAM).tobytes()))
-
-    def size_bytes(self, pages: Sequence[Place]) -> int:
-        """Return the number of bytes of these pages."""
-        return sum(region.page_bytes for space, _ in pages for region in self._of_space[space])
-
-
-class KeptJournal:
-    """Writes a journal. Watches host copies. Called from the event loop's thread only."""
-
-    def __init__(self, path: Path, header: KeptHeader, digest: PageDigests, contents: Contents) -> None:
-        """Begin a journal that says `contents`, in place of the one before. Where it cannot be made there is none."""
-        self._digest = digest
-        self._serial = 0
-        self._written: set[Place] = set()
-        self._arriving: dict[Place, Held] = {}
-        """Pages that are being read, or will be, by each of their host copies."""
-        self._queue: list[Held] = []
-        self._reading: asyncio.Task[None] | None = None
-        self._map: mmap.mmap | None = None
-        head, fresh = header_bytes(header), path.with_suffix(".journal.new")
-        self._bases, length_bytes = entry_bases(header.page_counts, len(head))
-        try:
-            fresh.unlink(missing_ok=True)
-            descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)):
-                os.posix_fallocate(descriptor, 0, length_bytes)  # else a write after memory ran out would be a SIGBUS
-                self._map = mmap.mmap(descriptor, length_bytes)
-            self._map[: len(head)] = head
-            for held in (*contents.pages.values(), *contents.checkpoints.values()):
-                self._write(held)
-            fresh.replace(path)
-        except OSError as error:
-            log.error("kept_pools_journal_lost", file=str(path), reason=str(error))
-            self._map = None
-            with contextlib.suppress(OSError):  # another user's; digests tell what of it is wrong
-                path.unlink(missing_ok=True)
-
-    def added(self, keys: Keys, start: int, pages: Pages) -> None:
-        """Take in host copies and their homes, which are written down when they have been read."""
-        copies = pages[IndexSpace.FULL_COPY].tolist()
-        homes = pages[IndexSpace.HOST].tolist() if IndexSpace.HOST in pages else [NO_PAGE] * len(copies)
-        self._arrive(
-            Held(IndexSpace.FULL_COPY, bytes(keys[at]), (copy,), bytes(keys[at - 1]) if at else FIRST, home)
-            for at, (copy, home) in enumerate(zip(copies, homes, strict=True), start)
-        )
-
-    def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
-        """Take in the pages of a checkpoint likewise."""
-        self._arrive([Held(IndexSpace.SWA_COPY, bytes(key), tuple(pages.tolist()))])
-
-    def removed(self, pages: Pages) -> None:
-        """Wipe the entries of these host copies."""
-        for place in ((space, copy) for space, copies in pages.items() for copy in copies.tolist()):
-            self._arriving.pop(place, None)
-            if place in self._written:
-                self._written.discard(place)
-                self._put(place, bytes(ENTRY_BYTES))
-
-    async def finish(self, within_s: float) -> None:
-        """Write down the pages that are still being read; pages that are not read within `within_s` are lost."""
-        if self._reading is not None:
-            await asyncio.wait({self._reading}, timeout=within_s)
-        self.close()
-
-    def close(self) -> None:
-        """Write nothing more. Harmless when closed."""
-        self._queue.clear()
-        self._arriving.clear()
-        self._map = None
-
-    def _arrive(self, arriving: Iterable[Held]) -> None:
-        for held in arriving:
-            if not all(pages[0] in self._written for pages in held.sets):  # else it was known before
-                self._arriving |= dict.fromkeys((pages[0] for pages in held.sets), held)
-                self._queue.append(held)
-        if self._queue and (self._reading is None or self._reading.done()):
-            self._reading = asyncio.create_task(self._read(), name="digests of host copies")
-
-    async def _read(self) -> None:
-        while self._queue:
-            batch, self._queue = self._queue[:PAGES_AT_ONCE], self._queue[PAGES_AT_ONCE:]
-            for held, digests in zip(batch, await asyncio.to_thread(self._digests, batch), strict=True):
-                places = [pages[0] for pages in held.sets]
-                if all(self._arriving.get(place) is held for place in places):
-                    for place in places:
-                        del self._arriving[place]
-                    if digests:
-                        self._write(held._replace(digests=digests))
-
-    def _digests(self, batch: Sequence[Held]) -> list[tuple[int, ...]]:
-        """Return those of each page; none where a defect keeps a page from being read, which is in no journal then."""
-        found: list[tuple[int, ...]] = []
-        defect: Exception | None = None
-        for held in batch:
-            try:
-                found.append(tuple(map(self._digest, held.sets)))
-            except Exception as error:  # noqa: BLE001 - it is logged, and the pages after this one are read
-                found.append(())
-                defect = error
-        if defect is not None:
-            log.error("kept_pages_not_read", pages=found.count(()), reason=repr(defect), exc_info=defect)
-        return found
-
-    def _write(self, held: Held) -> None:
-        self._serial += 1
-        for place, entry in held.entries(self._serial):
-            self._put(place, entry)
-            self._written.add(place)
-
-    def _put(self, place: Place, entry: bytes) -> None:
-        if self._map is not None:
-            at = self._bases[place[0]] + place[1] * ENTRY_BYTES
-            self._map[at : at + ENTRY_BYTES] = entry

@@ -1,42 +1,188 @@
-"""The pools in host memory that outlive a daemon: those that it finds, and those that it leaves."""
+"""The pages of kept pools: their digests, the journal that this daemon writes, and the pages of the daemon before.
+
+An entry of the journal is written once the digest of its page is known, and wiped before the page is used again. The journal that
+the end of a process leaves, at any moment, is right.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import mmap
+import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
 import structlog
+from crc32c import crc32c
 
-from kvbridge.core.errors import BridgeError, IntegrityError, RegistrationError
-from kvbridge.core.ids import IndexSpace, Pages
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageIdArray, Pages
 from kvbridge.daemon.kept_journal import (
+    ENTRY_BYTES,
+    FIRST,
     NO_PAGE,
     Contents,
     Held,
-    KeptFile,
     KeptHeader,
-    PageDigests,
-    read_journal,
+    Place,
+    entry_bases,
+    header_bytes,
 )
+from kvbridge.kernels.digest import raw_checksums
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
-from kvbridge.pool.memory.extent import Progress
-from kvbridge.pool.memory.layout import Placement
-from kvbridge.pool.memory.leftovers import KeptFiles
-from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.host_copies import HostCopies
 from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)
 
+PAGES_AT_ONCE = 32
+"""Pages whose digests are computed between two checks of what has changed."""
 DIGEST_THREADS = 2
 _TAKER = Owner(NO_ROOM, 0)
 """Has all pages that a journal names until it is known what they hold; copies are counted from 1."""
+
+
+class PageDigests:
+    """Digests of pages in memory of this process. Any thread may ask."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._of_space: dict[IndexSpace, list[Region]] = {}
+        for region in regions:
+            self._of_space.setdefault(region.space, []).append(region)
+
+    def __call__(self, pages: Sequence[Place]) -> int:
+        """Return one digest of all bytes of some pages, which nobody writes meanwhile."""
+        found = [
+            (
+                region.extent_addresses[page // region.pages_per_extent]
+                + page % region.pages_per_extent * region.page_stride_bytes,
+                region.page_bytes,
+            )
+            for space, page in pages
+            for region in self._of_space[space]
+        ]
+        starts, lengths = np.array(found, dtype=np.uint64).T
+        return int(crc32c(raw_checksums(starts, lengths.astype(np.int64), MemoryKind.DRAM).tobytes()))
+
+    def size_bytes(self, pages: Sequence[Place]) -> int:
+        """Return the number of bytes of these pages."""
+        return sum(region.page_bytes for space, _ in pages for region in self._of_space[space])
+
+
+class KeptJournal:
+    """Writes a journal. Watches host copies. Called from the event loop's thread only."""
+
+    def __init__(self, path: Path, header: KeptHeader, digest: PageDigests, contents: Contents) -> None:
+        """Begin a journal that says `contents`, in place of the one before. Where it cannot be made there is none."""
+        self._digest = digest
+        self._serial = 0
+        self._written: set[Place] = set()
+        self._arriving: dict[Place, Held] = {}
+        """Pages that are being read, or will be, by each of their host copies."""
+        self._queue: list[Held] = []
+        self._reading: asyncio.Task[None] | None = None
+        self._map: mmap.mmap | None = None
+        head, fresh = header_bytes(header), path.with_suffix(".journal.new")
+        self._bases, length_bytes = entry_bases(header.page_counts, len(head))
+        try:
+            fresh.unlink(missing_ok=True)
+            descriptor = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with contextlib.closing(os.fdopen(descriptor, "r+b", buffering=0)):
+                os.posix_fallocate(descriptor, 0, length_bytes)  # else a write after memory ran out would be a SIGBUS
+                self._map = mmap.mmap(descriptor, length_bytes)
+            self._map[: len(head)] = head
+            for held in (*contents.pages.values(), *contents.checkpoints.values()):
+                self._write(held)
+            fresh.replace(path)
+        except OSError as error:
+            log.error("kept_pools_journal_lost", file=str(path), reason=str(error))
+            self._map = None
+            with contextlib.suppress(OSError):  # another user's; digests tell what of it is wrong
+                path.unlink(missing_ok=True)
+
+    def added(self, keys: Keys, start: int, pages: Pages) -> None:
+        """Take in host copies and their homes, which are written down when they have been read."""
+        copies = pages[IndexSpace.FULL_COPY].tolist()
+        homes = pages[IndexSpace.HOST].tolist() if IndexSpace.HOST in pages else [NO_PAGE] * len(copies)
+        self._arrive(
+            Held(IndexSpace.FULL_COPY, bytes(keys[at]), (copy,), bytes(keys[at - 1]) if at else FIRST, home)
+            for at, (copy, home) in enumerate(zip(copies, homes, strict=True), start)
+        )
+
+    def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
+        """Take in the pages of a checkpoint likewise."""
+        self._arrive([Held(IndexSpace.SWA_COPY, bytes(key), tuple(pages.tolist()))])
+
+    def removed(self, pages: Pages) -> None:
+        """Wipe the entries of these host copies."""
+        for place in ((space, copy) for space, copies in pages.items() for copy in copies.tolist()):
+            self._arriving.pop(place, None)
+            if place in self._written:
+                self._written.discard(place)
+                self._put(place, bytes(ENTRY_BYTES))
+
+    async def finish(self, within_s: float) -> None:
+        """Write down the pages that are still being read; pages that are not read within `within_s` are lost."""
+        if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=within_s)
+        self.close()
+
+    def close(self) -> None:
+        """Write nothing more. Harmless when closed."""
+        self._queue.clear()
+        self._arriving.clear()
+        self._map = None
+
+    def _arrive(self, arriving: Iterable[Held]) -> None:
+        for held in arriving:
+            if not all(pages[0] in self._written for pages in held.sets):  # else it was known before
+                self._arriving |= dict.fromkeys((pages[0] for pages in held.sets), held)
+                self._queue.append(held)
+        if self._queue and (self._reading is None or self._reading.done()):
+            self._reading = asyncio.create_task(self._read(), name="digests of host copies")
+
+    async def _read(self) -> None:
+        while self._queue:
+            batch, self._queue = self._queue[:PAGES_AT_ONCE], self._queue[PAGES_AT_ONCE:]
+            for held, digests in zip(batch, await asyncio.to_thread(self._digests, batch), strict=True):
+                places = [pages[0] for pages in held.sets]
+                if all(self._arriving.get(place) is held for place in places):
+                    for place in places:
+                        del self._arriving[place]
+                    if digests:
+                        self._write(held._replace(digests=digests))
+
+    def _digests(self, batch: Sequence[Held]) -> list[tuple[int, ...]]:
+        """Return those of each page; none where a defect keeps a page from being read, which is in no journal then."""
+        found: list[tuple[int, ...]] = []
+        defect: Exception | None = None
+        for held in batch:
+            try:
+                found.append(tuple(map(self._digest, held.sets)))
+            except Exception as error:  # noqa: BLE001 - it is logged, and the pages after this one are read
+                found.append(())
+                defect = error
+        if defect is not None:
+            log.error("kept_pages_not_read", pages=found.count(()), reason=repr(defect), exc_info=defect)
+        return found
+
+    def _write(self, held: Held) -> None:
+        self._serial += 1
+        for place, entry in held.entries(self._serial):
+            self._put(place, entry)
+            self._written.add(place)
+
+    def _put(self, place: Place, entry: bytes) -> None:
+        if self._map is not None:
+            at = self._bases[place[0]] + place[1] * ENTRY_BYTES
+            self._map[at : at + ENTRY_BYTES] = entry
 
 
 @dataclass(slots=True)
@@ -51,90 +197,6 @@ class Restored:
     refused_pages: int = 0
     refused: str = ""
     seconds: float = 0.0
-
-
-@dataclass
-class KeptPools:
-    """The kept pools of a node, for one daemon."""
-
-    files: KeptFiles
-    header: KeptHeader
-    """Header of this daemon's journal; `files` are filled in as pools come."""
-    wait_s: float
-    """Time within which processes of the daemon before let go."""
-    found: Contents = field(default_factory=Contents)
-    """Contents of the pools by the journal of the daemon before, as far as they can be reused."""
-    restored: Restored = field(default_factory=Restored)
-    _old: dict[str, Path] = field(default_factory=dict)
-    """The files that are to be taken over, by what their names have after the incarnation."""
-
-    @classmethod
-    def read(cls, files: KeptFiles, header: KeptHeader, wait_s: float) -> KeptPools:
-        """Read what there is, and remove it when this daemon cannot reuse it. `files` are this process's."""
-        kept = cls(files, header, wait_s)
-        try:
-            before, kept.found = read_journal(files.read_journal())
-            why_not = before.why_not(header)
-            kept._old = {} if why_not else _same_files(files, before)
-        except FileNotFoundError:
-            files.remove_pools()
-            return kept
-        except (IntegrityError, OSError) as error:
-            why_not = str(error)
-        if why_not:
-            kept.refuse(why_not)
-        else:
-            kept.restored.waiting_pages = len(kept.found.pages)
-            log.info("kept_pools_found", of=before.incarnation, pages=len(kept.found.pages), damaged=kept.found.damaged)
-        return kept
-
-    def refuse(self, why: str) -> None:
-        """Have the pools made anew: the ones that there are cannot be reused."""
-        pages = len(self.found.pages)
-        log.warning("kept_pools_refused", pages=pages, reason=why)
-        self.restored = Restored(refused_pages=pages, refused=why)
-        self.found, self._old = Contents(), {}
-        self.files.remove_pools(besides=self.header.incarnation)
-
-    def pool(self, placement: Placement, name: str, on_progress: Progress) -> MemoryPool:
-        """Take a pool over, or make it. Raises RegistrationError when it can neither be had nor made."""
-        prefix = self.files.new_path(f"{self.header.incarnation}.{name}")
-        pool = self._take_over(placement, name, prefix, on_progress) if self._old else None
-        if pool is None:
-            pool = MemoryPool.in_files(placement, prefix.parent, prefix.name, on_progress=on_progress)
-        pool.leave()  # the end of this process, at any moment, leaves what the journal says
-        made = tuple(
-            KeptFile(name=f"{name}.{planned.name}", length_bytes=planned.length_bytes, inode=mapping.path.stat().st_ino)
-            for planned, mapping in zip(placement.mappings, pool.mappings, strict=True)
-        )
-        self.header = self.header.model_copy(update={"files": (*self.header.files, *made)})
-        return pool
-
-    def _take_over(self, placement: Placement, name: str, prefix: Path, on_progress: Progress) -> MemoryPool | None:
-        try:
-            old = [self._old[f"{name}.{planned.name}"] for planned in placement.mappings]
-            return MemoryPool.taken_over(placement, old, prefix, wait_s=self.wait_s, on_progress=on_progress)
-        except (KeyError, RegistrationError) as error:
-            self.refuse(str(error))
-            return None
-
-    def close(self) -> None:
-        """Give them up, behind the pools themselves; without a journal they are removed. Harmless when closed."""
-        self.files.close(keep=self.files.journal.exists())
-
-
-def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:
-    """Return the files that a journal is about. Raises IntegrityError when one is missing, or is another."""
-    there = files.pools()
-    found = {}
-    for wanted in before.files:
-        for path in there.get(wanted.name, ()):
-            status = path.stat()
-            if (status.st_ino, status.st_size) == (wanted.inode, wanted.length_bytes):
-                found[wanted.name] = path
-        if wanted.name not in found:
-            raise IntegrityError(f"its file {wanted.name} of {wanted.length_bytes} bytes is gone")
-    return found
 
 
 class RestoredCopies:

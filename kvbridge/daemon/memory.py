@@ -1,278 +1,35 @@
-"""The memory of a node: which pools it has, created and shared."""
+"""The pools of a node: made in shared memory, or taken over from the daemon before, and removed or left at the end."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import threading
-from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from kvbridge.config.pools import DecodePools, DeviceLayout, HostLayout, HostPool, MemoryOwner, RankPlacement
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.tier import HostTier
-from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError, UnavailableError
-from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
-from kvbridge.core.geometry.costs import sparse_component
+from kvbridge.config.pools import DecodePools
+from kvbridge.core.errors import DeadlineError, IntegrityError, RegistrationError, UnavailableError
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.tiers import copied_components, needs_checkpoints
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
-from kvbridge.daemon.kept_journal import KeptHeader
-from kvbridge.daemon.kept_pools import KeptPools, Restored
-from kvbridge.pool.accounts.book import PageBook
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.daemon.kept_journal import Contents, KeptFile, KeptHeader, read_journal
+from kvbridge.daemon.kept_pools import Restored
+from kvbridge.daemon.layout import NodeConfig, NodeLayout
 from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, copy_placement, device_placement, host_placement
+from kvbridge.pool.memory.layout import Placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX, ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.tier.copies import copy_backend
 
 log = structlog.get_logger(__name__)
 
-NodeConfig = PrefillConfig | DecodeConfig
-
 KEPT_POOLS_S = 15.0
 """The processes of the daemon before let go of the pools of `pools.keep_s` within this, or the pools are made anew."""
-UNREGISTERED = Chunking(extent_bytes=1 << 60)
-"""No network card registers host copies, so nothing limits how long a stretch of them is."""
-ADOPTED_PAGE_LIMIT = 1 << 22
-"""Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
-
-
-@dataclass(frozen=True)
-class NodeLayout:
-    """What memory a node needs: decided before any of it exists."""
-
-    parts: dict[Rank, RankPart]
-    device: dict[Rank, Placement]
-    """Empty when the engine brings the device memory."""
-    host: Placement | None
-    host_kinds: frozenset[ComponentKind]
-    owned: dict[IndexSpace, int]
-    """Pages of each space that this node allocates from."""
-    adopted: dict[IndexSpace, int]
-    orders: dict[Rank, DeviceAllocationRequest] = field(default_factory=dict)
-    """The ranks whose device memory their workers make, with what they are to make."""
-    twins: Placement | None = None
-    """The host tier; None when it is off."""
-
-    def book(self) -> PageBook:
-        """Open the page accounts for this layout."""
-        return PageBook(self.owned, adopted=self.adopted)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all pools together."""
-        return sum(placement.total_bytes for placement in (*self.device.values(), *self._hosts()))
-
-    @property
-    def kept_form(self) -> str:
-        """A digest of how the pools that can be kept are laid out, with all sizes."""
-        text = "\n".join(placement.model_dump_json() for placement in self._hosts())
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-    @property
-    def node_bytes(self) -> int:
-        """Bytes of the pools that the node makes itself, all of them in shared memory."""
-        return sum(placement.total_bytes for placement in (*self.shared_device().values(), *self._hosts()))
-
-    def page_bytes(self, geometry: ModelGeometry) -> dict[IndexSpace, int]:
-        """Bytes of a page of each space: of all components in it, over the layers and ranks of this node."""
-        found: dict[IndexSpace, int] = {}
-        for part in self.parts.values():
-            for component, layers in part.components(geometry, self.host_kinds):
-                start, stop = part.lanes(component)
-                each = len(layers) * component.page_bytes(stop - start)
-                found[component.space] = found.get(component.space, 0) + each
-        for region in (region for placement in self._hosts() for region in placement.regions):
-            found[region.space] = found.get(region.space, 0) + region.page_bytes
-        return found
-
-    def shared_device(self) -> dict[Rank, Placement]:
-        """The device pools that the node makes (device: cpu)."""
-        return {rank: placement for rank, placement in self.device.items() if rank not in self.orders}
-
-    def _hosts(self) -> list[Placement]:
-        return [placement for placement in (self.host, self.twins) if placement is not None]
-
-
-def plan_memory(config: NodeConfig, geometry: ModelGeometry) -> NodeLayout:
-    """Decide what memory the configuration asks for. Raises ConfigError or InvalidInputError naming what does not fit."""
-    sizes = config.parallelism
-    parts = {placement.rank: _part(config, geometry, placement) for placement in sizes.placements()}
-    host_kinds = _host_kinds(config, geometry)
-    spaces = _device_spaces(geometry, host_kinds)
-    host = _host(config, geometry, host_kinds)
-    twins = plan_twins(config, geometry, tuple(parts.values()), host_kinds)
-    owned = {} if host is None else host.page_counts()
-    owned |= {} if twins is None else twins.page_counts()
-    if config.pools.memory is MemoryOwner.ADOPTED:
-        return NodeLayout(parts, {}, host, host_kinds, owned, dict.fromkeys(spaces, ADOPTED_PAGE_LIMIT))
-    counts = {space: int(getattr(config.pools.device, space.value)) for space in spaces}
-    owned |= _hot_slots(config, geometry, host_kinds, spaces)
-    for space, count in counts.items():
-        if count < 1:
-            raise ConfigError(f"pools.device.{space}: the model needs pages of space '{space}', got {count}")
-    page_first = config.pools.device_layout is DeviceLayout.PAGE_FIRST
-    device = {
-        rank: device_placement(geometry, part, page_counts=counts, exclude=host_kinds, page_first=page_first)
-        for rank, part in parts.items()
-    }
-    exclude = tuple(sorted(host_kinds))
-    orders = {
-        rank: DeviceAllocationRequest(device=part.device, page_counts=counts, exclude=exclude, page_first=page_first)
-        for rank, part in parts.items()
-        if part.memory is MemoryKind.VRAM
-    }
-    return NodeLayout(parts, device, host, host_kinds, owned | counts, {}, orders, twins)
-
-
-def _part(config: NodeConfig, geometry: ModelGeometry, placed: RankPlacement) -> RankPart:
-    sizes = config.parallelism
-    part = RankPart.of(
-        geometry,
-        placed.rank,
-        pp_size=sizes.pp_size,
-        tp_size=sizes.tp_size,
-        boundaries=sizes.stage_boundaries or None,
-    )
-    ordinal = placed.cuda_ordinal
-    return part if ordinal is None else part.model_copy(update={"memory": MemoryKind.VRAM, "device": ordinal})
-
-
-def _host_kinds(config: NodeConfig, geometry: ModelGeometry) -> frozenset[ComponentKind]:
-    if not isinstance(config.pools, DecodePools):
-        return frozenset()
-    for kind in config.pools.host.components:
-        if not geometry.component(kind).host_capable:
-            raise ConfigError(f"pools.host.components: {kind} of model '{geometry.name}' cannot live in host memory")
-    return frozenset(config.pools.host.components)
-
-
-def _device_spaces(geometry: ModelGeometry, host_kinds: frozenset[ComponentKind]) -> list[IndexSpace]:
-    return sorted({component.space for component in geometry.components if component.kind not in host_kinds})
-
-
-def _host(config: NodeConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> Placement | None:
-    if not kinds or not isinstance(config.pools, DecodePools):
-        return None
-    asked = config.pools.host
-    chunking = Chunking(extent_bytes=int(asked.extent_bytes), mapping_bytes=int(asked.mapping_bytes))
-    return host_placement(
-        geometry,
-        kinds,
-        page_count=_host_pages(asked, geometry, kinds),
-        layout=HostLayout(asked.layout),
-        chunking=chunking,
-    )
-
-
-def _hot_slots(
-    config: NodeConfig,
-    geometry: ModelGeometry,
-    host_kinds: frozenset[ComponentKind],
-    spaces: Collection[IndexSpace],
-) -> dict[IndexSpace, int]:
-    """Request slots to give out for the hot buffer's sake, where the model's own state does not need any."""
-    if not isinstance(config, DecodeConfig) or config.sparse is None:
-        return {}
-    try:
-        config.sparse.check_component(sparse_component(geometry, host_kinds))
-    except InvalidInputError as error:
-        raise ConfigError(f"sparse: {error}") from error
-    return {} if IndexSpace.REQUEST in spaces else {IndexSpace.REQUEST: config.sparse.max_requests}
-
-
-def _host_pages(asked: HostPool, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> int:
-    if asked.pages:
-        return asked.pages
-    components = [geometry.component(kind) for kind in kinds]
-    page_bytes = sum(component.page_bytes() * len(component.layers) for component in components)
-    pages = int(asked.size_bytes) // page_bytes
-    if pages < 1:
-        raise ConfigError(
-            f"pools.host.size_bytes: one page of all layers has {page_bytes} bytes, got {int(asked.size_bytes)} in all"
-        )
-    return pages
-
-
-def plan_twins(
-    config: NodeConfig,
-    geometry: ModelGeometry,
-    parts: Sequence[RankPart],
-    host_kinds: frozenset[ComponentKind],
-) -> Placement | None:
-    """Lay out the twins that the configuration asks for; None when it asks for none. Raises ConfigError, InvalidInputError."""
-    asked = config.tier.host
-    if asked is None:
-        if config.pools.keep_s:
-            raise ConfigError(
-                "pools.keep_s is set but tier.host is null: nothing in host memory is worth keeping; set it to 0"
-            )
-        return None
-    if config.pools.memory is MemoryOwner.ADOPTED:
-        raise ConfigError(
-            "tier.host is set but pools.memory is adopted: the engine gives out its pages itself and has a prefix cache of its "
-            "own, so nothing here decides what moves to the host; set tier.host to null"
-        )
-    copy_backend(asked.backend, host=asked.layout, device=config.pools.device_layout)
-    prefill = isinstance(config, PrefillConfig)
-    components = copied_components(geometry, host_kinds, checkpoints=prefill)
-    if not any(component.space is IndexSpace.FULL for component in components):
-        raise ConfigError(
-            f"tier.host: all pages of a prefix of '{geometry.name}' live in the host pool of this node; set tier.host to null"
-        )
-    _check_checkpoints(asked, geometry, prefill=prefill)
-    counts = {IndexSpace.FULL_COPY: _pages(asked, _page_bytes(geometry, parts, components))}
-    if asked.checkpoint_pages:
-        counts[IndexSpace.SWA_COPY] = asked.checkpoint_pages
-    return copy_placement(geometry, parts, components, page_counts=counts, layout=asked.layout, chunking=UNREGISTERED)
-
-
-def _check_checkpoints(asked: HostTier, geometry: ModelGeometry, *, prefill: bool) -> None:
-    wanted = prefill and needs_checkpoints(geometry)
-    if wanted and not asked.checkpoint_pages:
-        raise ConfigError(
-            f"tier.host.checkpoint_pages is 0: a prefill engine goes on with a prefix of '{geometry.name}' only where windows and "
-            "states were kept; say how many checkpoints the host is to keep"
-        )
-    if asked.checkpoint_pages and not wanted:
-        why = (
-            f"'{geometry.name}' needs none"
-            if prefill
-            else "a decode node keeps none, windows and states always come anew"
-        )
-        raise ConfigError(f"tier.host.checkpoint_pages is {asked.checkpoint_pages}: {why}; set it to 0")
-
-
-def _page_bytes(
-    geometry: ModelGeometry, parts: Sequence[RankPart], components: Sequence[Component]
-) -> dict[IndexSpace, int]:
-    """Bytes of one page of each space of twins."""
-    one = dict.fromkeys((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), 1)
-    found = dict.fromkeys(one, 0)
-    for region in copy_placement(geometry, parts, components, page_counts=one).regions:
-        found[region.space] += region.page_bytes
-    return found
-
-
-def _pages(asked: HostTier, page_bytes: dict[IndexSpace, int]) -> int:
-    if asked.pages:
-        return asked.pages
-    checkpoints, each = asked.checkpoint_pages * page_bytes[IndexSpace.SWA_COPY], page_bytes[IndexSpace.FULL_COPY]
-    pages = (int(asked.size_bytes) - checkpoints) // each
-    if pages < 1:
-        raise ConfigError(
-            f"tier.host.size_bytes: {asked.checkpoint_pages} checkpoints take {checkpoints} bytes, one page of all layers {each}; "
-            f"got {int(asked.size_bytes)} in all"
-        )
-    return pages
 
 
 class _CancelledError(Exception):
@@ -285,54 +42,78 @@ class NodeMemory:
 
     layout: NodeLayout
     problem: str = "memory is being created"
-    """Why it is not there yet; empty when it is."""
+    """Why the memory is not there yet; empty when it is."""
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
     host: tuple[SharedRegion, ...] = ()
-    twins: tuple[SharedRegion, ...] = ()
+    copies: tuple[SharedRegion, ...] = ()
+    """The host tier."""
     regions: tuple[Region, ...] = ()
-    """Those of the host pool and of the twins, in this process."""
+    """Regions of the host pool and of the host copies, in this process."""
     group: int | None = None
-    """Whose members may map the pools besides this user."""
-    kept: KeptPools | None = None
-    """The host pool and the twins outlive this process by it; None: they do not."""
-    _not_kept: Restored | None = None
-    """Why they do not although they should."""
+    """The group whose members may map the pools besides this user."""
+    kept: KeptFiles | None = None
+    """The files of the host pool and the host copies that outlive this process; None when none do."""
+    header: KeptHeader | None = None
+    """Header of this daemon's journal of kept pools; its `files` are filled in as pools come."""
+    found: Contents = field(default_factory=Contents)
+    """Contents of the kept pools by the journal of the daemon before, as far as this daemon can reuse them."""
+    restored: Restored | None = None
+    """What came of the pools of the daemon before; None where none are to be kept."""
+    _old: dict[str, Path] = field(default_factory=dict)
+    """Files to take over, by the end of their names, after the incarnation."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def keep(self, config: NodeConfig, prefix: str, header: KeptHeader | None) -> None:
-        """Get the kept pools of a node whose shared files' names begin with `prefix`.
+        """Get the kept pools of a node whose shared files' names begin with `prefix`, and remove them when they cannot be reused.
 
-        Without a header this process keeps none, and those of an earlier one are removed. With one, it waits for a daemon of the
-        same name that is ending, and raises RegistrationError when that does not end. Where something else has one of the names,
-        nothing is kept: any user of the host can take one, and nobody can keep this daemon from starting by it.
+        Without a header this process keeps none, and removes those of an earlier one. With a header, it waits for a daemon of the
+        same name that is ending, and raises RegistrationError when that daemon does not end. Where something else has one of the
+        names, nothing is kept: any user of the host can take a name, and must not be able to keep this daemon from starting.
         """
         directory, name = memory_directory(config), f"{prefix}keep"
-        keep_s, wait_s = config.pools.keep_s, KEPT_POOLS_S
         if header is None:
             discard_files(directory, name)
             return
         try:
-            files = KeptFiles.lock_files(directory, name, keep_s=keep_s, wait_s=wait_s)
+            files = KeptFiles.lock_files(directory, name, keep_s=config.pools.keep_s, wait_s=KEPT_POOLS_S)
         except ForeignFilesError as error:
             log.warning("kept_pools_refused", pages=0, reason=str(error))
-            self._not_kept = Restored(refused=str(error))
+            self.restored = Restored(refused=str(error))
             return
-        self.kept = KeptPools.read(files, header, wait_s)
+        self.kept, self.header, self.restored = files, header, Restored()
+        try:
+            before, self.found = read_journal(files.read_journal())
+            why_not = before.why_not(header)
+            self._old = {} if why_not else _same_files(files, before)
+        except FileNotFoundError:
+            files.remove_pools()
+            return
+        except (IntegrityError, OSError) as error:
+            why_not = str(error)
+        if why_not:
+            self._refuse(files, header, why_not)
+        else:
+            pages, damaged = len(self.found.pages), self.found.damaged
+            self.restored.waiting_pages = pages
+            log.info("kept_pools_found", of=before.incarnation, pages=pages, damaged=damaged)
 
-    @property
-    def restored(self) -> Restored | None:
-        """Return the pools that the daemon before has left; None where none are to be kept."""
-        return self._not_kept if self.kept is None else self.kept.restored
+    def _refuse(self, files: KeptFiles, header: KeptHeader, why: str) -> None:
+        """Have the pools made anew, because the ones that there are cannot be reused."""
+        pages = len(self.found.pages)
+        log.warning("kept_pools_refused", pages=pages, reason=why)
+        self.restored = Restored(refused_pages=pages, refused=why)
+        self.found, self._old = Contents(), {}
+        files.remove_pools(besides=header.incarnation)
 
     async def create(
         self, directory: Path, prefix: str, *, cancel_s: float, on_progress: Progress = ignore_progress
     ) -> None:
         """Create every pool in `directory`, in a thread, in files whose names begin with `prefix`.
 
-        Raises RegistrationError, leaving nothing. When it is cancelled, the thread stops after the chunks at hand and
-        removes what it has made, and only then the cancellation goes on; DeadlineError when that takes longer than
-        `cancel_s` (the thread goes on removing).
+        Raises RegistrationError, leaving nothing. When it is cancelled, the thread stops after the chunks at hand and removes the
+        pools that it has made, and only then the cancellation goes on. Raises DeadlineError when that takes longer than `cancel_s`;
+        the thread goes on removing.
         """
         work = asyncio.create_task(asyncio.to_thread(self._create, directory, prefix, on_progress))
         try:
@@ -364,7 +145,7 @@ class NodeMemory:
         wanted: list[tuple[Rank | str, Placement | None]] = [
             *self.layout.shared_device().items(),
             ("host", self.layout.host),
-            ("twins", self.layout.twins),
+            ("twins", self.layout.copies),
         ]
         try:
             for whose, placement in wanted:
@@ -376,13 +157,30 @@ class NodeMemory:
             raise
 
     def _make(self, placement: Placement, name: str, prefix: Path, report: Progress) -> MemoryPool:
-        if self.kept is not None and placement in (self.layout.host, self.layout.twins):
-            return self.kept.pool(placement, name, report)
-        return MemoryPool.in_files(placement, prefix.parent, f"{prefix.name}.{name}", on_progress=report)
+        if self.kept is None or self.header is None or placement not in (self.layout.host, self.layout.copies):
+            return MemoryPool.in_files(placement, prefix.parent, f"{prefix.name}.{name}", on_progress=report)
+        path = self.kept.new_path(f"{self.header.incarnation}.{name}")
+        pool = None
+        if self._old:
+            try:
+                old = [self._old[f"{name}.{planned.name}"] for planned in placement.mappings]
+                pool = MemoryPool.taken_over(placement, old, path, wait_s=KEPT_POOLS_S, on_progress=report)
+            except (KeyError, RegistrationError) as error:
+                self._refuse(self.kept, self.header, str(error))
+        if pool is None:
+            pool = MemoryPool.in_files(placement, path.parent, path.name, on_progress=report)
+        pool.leave()  # the end of this process, at any moment, leaves what the journal says
+        made = tuple(
+            KeptFile(name=f"{name}.{planned.name}", length_bytes=planned.length_bytes, inode=mapping.path.stat().st_ino)
+            for planned, mapping in zip(placement.mappings, pool.mappings, strict=True)
+        )
+        self.header = self.header.model_copy(update={"files": (*self.header.files, *made)})
+        return pool
 
     def _have(self, whose: Rank | str, pool: MemoryPool) -> None:
         self._stack.callback(pool.close)
-        self._share(pool)
+        for mapping in pool.mappings if self.group is not None else ():
+            mapping.share(self.group)
         if isinstance(whose, Rank):
             self.device[whose] = pool.shared_regions()
             return
@@ -390,21 +188,30 @@ class NodeMemory:
         if whose == "host":
             self.host = pool.shared_regions()
         else:
-            self.twins = pool.shared_regions()
-
-    def _share(self, pool: MemoryPool) -> None:
-        if self.group is not None:
-            for mapping in pool.mappings:
-                mapping.share(self.group)
+            self.copies = pool.shared_regions()
 
     def close(self) -> None:
-        """Remove every pool but those that are kept. Nothing writes to them any more."""
+        """Remove every pool but those that are kept; without a journal those go, too. Nothing writes to them any more."""
         self._stack.close()
         if self.kept is not None:
-            self.kept.close()
+            self.kept.close(keep=self.kept.journal.exists())
         self.device.clear()
-        self.host = self.twins = ()
+        self.host = self.copies = ()
         self.regions = ()
+
+
+def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:
+    """Return the files that a journal is about. Raises IntegrityError when one is missing or has been replaced."""
+    there = files.pools()
+    found = {}
+    for wanted in before.files:
+        for path in there.get(wanted.name, ()):
+            status = path.stat()
+            if (status.st_ino, status.st_size) == (wanted.inode, wanted.length_bytes):
+                found[wanted.name] = path
+        if wanted.name not in found:
+            raise IntegrityError(f"its file {wanted.name} of {wanted.length_bytes} bytes is gone")
+    return found
 
 
 def memory_directory(config: NodeConfig) -> Path:
@@ -421,6 +228,6 @@ def require_memory_directory(config: NodeConfig, layout: NodeLayout) -> None:
 
 
 def file_prefix(instance: str, node: str) -> str:
-    """What the names of a node's shared files begin with: equal for all lives of the node, and for no other node."""
+    """Return the beginning of the names of a node's shared files: equal for all lives of the node, and for no other node."""
     digest = hashlib.blake2b(f"{instance}/{node}".encode(), digest_size=6).hexdigest()
     return f"{POOL_PREFIX}{digest}-"

@@ -22,8 +22,7 @@ from kvbridge.config.loading import read_token
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer
-from kvbridge.daemon.kept_journal import KeptJournal, PageDigests
-from kvbridge.daemon.kept_pools import RestoredCopies
+from kvbridge.daemon.kept_pools import KeptJournal, PageDigests, RestoredCopies
 from kvbridge.daemon.lifecycle import Daemon
 from kvbridge.daemon.links import Links, curve_keys
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
@@ -87,7 +86,7 @@ class NodeDaemon(Daemon):
         )
         self.background(parts.workers.failed(), "workers")
         if parts.stored is not None:
-            parts.stored.open(parts.memory.twins, parts.memory.host, log_level=config.telemetry.log_level.value)
+            parts.stored.open(parts.memory.copies, parts.memory.host, log_level=config.telemetry.log_level.value)
             self.background(parts.stored.failed(), "store")
 
     async def drain(self) -> None:
@@ -135,7 +134,7 @@ class NodeDaemon(Daemon):
             if self.parts.backups is not None:
                 self.parts.backups.tick()
             if self.parts.memory.kept is not None:
-                self.parts.memory.kept.files.renew()
+                self.parts.memory.kept.renew()
             self.tell(None if self.admission.closed else self.overview.readiness())
             self._look_for_announcements()
             if (now_s := time.monotonic()) >= next_heartbeat_s:
@@ -173,14 +172,15 @@ class NodeDaemon(Daemon):
 
     def _go_on_with_pools(self) -> None:
         """Begin the journal of kept pools, and restore their pages."""
-        parts, kept = self.parts, self.parts.memory.kept
-        if kept is None or parts.prefixes is None or parts.prefixes.copies is None:
+        parts, memory = self.parts, self.parts.memory
+        copies = None if parts.prefixes is None else parts.prefixes.copies
+        if memory.kept is None or memory.header is None or memory.restored is None or copies is None:
             return
-        digest, twins = PageDigests(parts.memory.regions), parts.prefixes.copies
-        self._journal = KeptJournal(kept.files.journal, kept.header, digest, kept.found)
-        twins.watch(self._journal)
-        if kept.found.pages:
-            restored = RestoredCopies(parts.book, twins, digest, kept.found, kept.restored, lost=self._journal.removed)
+        digest = PageDigests(memory.regions)
+        self._journal = journal = KeptJournal(memory.kept.journal, memory.header, digest, memory.found)
+        copies.watch(journal)
+        if memory.found.pages:
+            restored = RestoredCopies(parts.book, copies, digest, memory.found, memory.restored, lost=journal.removed)
             self.background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import structlog
 
 from kvbridge.config.pools import MemoryOwner
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.tier import CopyBackend
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
@@ -25,8 +24,8 @@ from kvbridge.core.wire.engine_messages import Answer, Attached, EngineToNode, N
 from kvbridge.core.wire.messages import FEATURES, REASON_CHARS, NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.kept_journal import KEPT_SPACES, KeptHeader
-from kvbridge.daemon.memory import NodeMemory, plan_memory
-from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.layout import NodeConfig, load_geometry, plan_memory
+from kvbridge.daemon.memory import NodeMemory
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import Engines
 from kvbridge.node.rooms import RoomParts
@@ -45,8 +44,6 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
-
-NodeConfig = PrefillConfig | DecodeConfig
 
 
 class EngineSocket:
@@ -225,7 +222,7 @@ class NodeParts:
             device=self.memory.device.get(rank, ()),
             allocate=self.layout.orders.get(rank),
             host=self.memory.host,
-            twins=self.memory.twins,
+            twins=self.memory.copies,
             stage_tp_ranks=tuple(sorted(other.tp for other in self.layout.parts if other.pp == rank.pp)),
             copy_backend=self._copy_backend.value,
             transports=config.transports.model_dump_json(),
@@ -250,7 +247,7 @@ class NodeParts:
             tp_size=self.config.parallelism.tp_size,
             device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
-            twins=self.memory.twins,
+            twins=self.memory.copies,
             copy_backend=self._copy_backend.value,
             features=FEATURES,
         )

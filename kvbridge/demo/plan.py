@@ -20,7 +20,7 @@ from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.geometry.pages import most_window_pages, pages_needed
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
+from kvbridge.daemon.layout import native_dtype_bytes, read_hf_config
 
 MODEL_TYPE, REVISION = "deepseek_v4", "seed 0"
 IN_FLIGHT = 4

@@ -11,9 +11,9 @@ from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.transports import MooncakeProtocol, TransportName, TransportSettings
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.ids import FrozenModel
+from kvbridge.daemon.layout import load_geometry, plan_memory
 from kvbridge.daemon.links import LINK_DESCRIPTORS
-from kvbridge.daemon.memory import memory_directory, plan_memory
-from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.memory import memory_directory
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib")

@@ -16,7 +16,7 @@ from kvbridge.control.keys import load_keys
 from kvbridge.control.listeners import bind_error
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, PeerError
-from kvbridge.daemon.model import read_hf_config
+from kvbridge.daemon.layout import read_hf_config
 from kvbridge.http.server import TlsFiles, _listen
 
 

@@ -15,8 +15,7 @@ from kvbridge.cli.up import read_cluster
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.models import PRESETS
-from kvbridge.daemon.memory import plan_memory
-from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.layout import load_geometry, plan_memory
 
 
 def init(folder: Path, *arguments: str):

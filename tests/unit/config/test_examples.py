@@ -15,8 +15,7 @@ from kvbridge.cli.config import ROLES
 from kvbridge.cli.main import app
 from kvbridge.config.loading import load_config
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.memory import plan_memory
-from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.layout import load_geometry, plan_memory
 from tests.helpers.example_configs import CONFIGS, example_configs
 
 EXAMPLES = ("prefill", "decode", "bootstrap")

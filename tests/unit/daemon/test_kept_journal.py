@@ -16,12 +16,11 @@ from kvbridge.daemon.kept_journal import (
     Contents,
     Held,
     KeptHeader,
-    KeptJournal,
     entry_bases,
     read_header,
     read_journal,
 )
-from kvbridge.daemon.kept_pools import Restored, RestoredCopies
+from kvbridge.daemon.kept_pools import KeptJournal, Restored, RestoredCopies
 from tests.helpers.prefix_bench import PrefixBench, keys
 
 pytestmark = pytest.mark.asyncio

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.config.pools import ModelConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
@@ -18,7 +19,8 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
 from kvbridge.daemon.kept_journal import KeptHeader
 from kvbridge.daemon.kept_pools import Restored
-from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory, require_memory_directory
+from kvbridge.daemon.layout import NodeLayout, load_geometry, plan_memory
+from kvbridge.daemon.memory import NodeMemory, require_memory_directory
 from kvbridge.pool.memory.pools import MappedRegions
 
 TINY = preset("tiny-v4")
@@ -188,8 +190,8 @@ def test_prefill_has_twins_of_everything_that_a_prefix_takes():
     asked = {"size_bytes": 10 * 998_208 + 3 * 4_080_000 + 998_207, "checkpoint_pages": 3}
     layout = planned(prefill_tier(asked))
     assert {space: layout.owned[space] for space in (FULL_COPY, SWA_COPY)} == {FULL_COPY: 10, SWA_COPY: 3}
-    assert layout.twins is not None
-    assert layout.twins.total_bytes <= asked["size_bytes"] + 4096 * len(layout.twins.regions)
+    assert layout.copies is not None
+    assert layout.copies.total_bytes <= asked["size_bytes"] + 4096 * len(layout.copies.regions)
 
 
 @pytest.mark.parametrize(
@@ -231,17 +233,31 @@ def test_what_makes_no_sense_is_refused(config, reason):
 
 def test_a_node_makes_them_beside_its_pools_and_removes_them(tmp_path: Path):
     layout = planned(decode_tier({"pages": 3, "layout": "page_first"}, model="tiny-v4"))
-    assert layout.twins is not None
+    assert layout.copies is not None
     assert layout.node_bytes == layout.total_bytes
     memory = NodeMemory(layout, group=os.getgid())
     told: list[tuple[int, int]] = []
     asyncio.run(memory.create(tmp_path, "d", on_progress=lambda *done: told.append(done), cancel_s=5.0))
     try:
         assert told[-1] == (layout.node_bytes, layout.node_bytes)
-        assert {shared.region.space for shared in memory.twins} == {FULL_COPY}
-        with MappedRegions(memory.twins) as mapped:
+        assert {shared.region.space for shared in memory.copies} == {FULL_COPY}
+        with MappedRegions(memory.copies) as mapped:
             assert {region.page_count for region in mapped.regions} == {3}
         assert any("twins" in file.name for file in tmp_path.iterdir())
     finally:
         memory.close()
-    assert (memory.twins, list(tmp_path.iterdir())) == ((), [])
+    assert (memory.copies, list(tmp_path.iterdir())) == ((), [])
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "does not hold a geometry: Invalid JSON.*write it again"),
+        ('{"name": "x", "layer_count": 0}', r"does not hold a geometry \(layer_count\)"),
+    ],
+)
+def test_what_is_no_geometry_is_refused_by_its_file(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "geometry.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^model.geometry: (?s:.*){complaint}"):
+        load_geometry(ModelConfig(geometry=file))

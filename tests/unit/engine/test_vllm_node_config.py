@@ -20,8 +20,7 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
 from kvbridge.core.errors import ConfigError, ConflictError, UnsupportedError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
-from kvbridge.daemon.memory import plan_memory
-from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.layout import load_geometry, plan_memory
 from kvbridge.engine.kit import node as node_module
 from kvbridge.engine.kit.node import (
     LAST_ENDS,
