@@ -46,8 +46,7 @@ from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.facts import EndReserved, PairingEnded
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EndReserved, EventStream, PairingEnded
 from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)

@@ -1,4 +1,4 @@
-"""CURVE keys: who may speak to whom, and in whose name.
+"""CURVE keys: the peers that may speak to a node, and the instances for which they may speak.
 
 A key is 32 bytes, written as 40 characters of Z85. A key file is one line: the key; the secret's file is mode 0600.
 An entry of the allow-list is a public key, and after it, if the key is to be good for one instance only, the name of
@@ -14,10 +14,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
 import zmq
 from zmq.utils import z85
 
-from kvbridge.core.errors import ConfigError, ConflictError, UnavailableError
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnauthorizedError, UnavailableError
+
+log = structlog.get_logger(__name__)
 
 KEY_CHARACTERS = 40
 SECRET_FILE_MODE = 0o600
@@ -202,3 +206,57 @@ def _read(path: Path, what: str, most_bytes: int, *, forbidden: int, otherwise: 
         return content.decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{what} cannot be read: it is not UTF-8 text") from None
+
+
+class Gate:
+    """The keys that a node accepts, and the instances for which they may speak. A node without keys accepts everybody."""
+
+    def __init__(self, keys: CurveKeys | None, entries: Iterable[str] = (), path: Path | None = None) -> None:
+        """Begin with `keys.allowed`, or with the list of `entries` and the file `path`. Raises as `read_allowed`."""
+        self._own = keys.public if keys else ""
+        self._entries, self._path = tuple(entries), path if keys else None
+        self._stamp = self._look()
+        self.allowed = read_allowed(self._entries, path) if self._path else keys.allowed if keys else {}
+
+    def allows(self, key: str) -> bool:
+        """Return whether the holder of a key may connect and stay connected. `key` is empty where there are no keys."""
+        return key == self._own or key in self.allowed
+
+    def names_of(self, key: str) -> frozenset[str]:
+        """Return the instances that a key may speak for; empty: any."""
+        return self.allowed.get(key, frozenset())
+
+    def check_server(self, address: PeerAddress) -> None:
+        """Raise UnauthorizedError for a prefill node that may not write this decode node's memory.
+
+        With an empty list the clients that may admit requests choose: they name the prefill node and its key.
+        """
+        if self.allowed and not self.allows(address.public_key):
+            raise UnauthorizedError(
+                f"the prefill node at {address.endpoint} has key {address.public_key or '(none)'}, which this decode node "
+                "does not accept: list it in control.curve.allowed_keys_file, or leave the list empty to accept every "
+                "node that a request names"
+            )
+
+    def follow(self) -> bool:
+        """Look at the file; return whether another list is in force now. An unreadable file leaves the former list in force."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            fresh = read_allowed(self._entries, self._path)
+        except BridgeError as error:
+            log.error("allowed_keys_unreadable", effect="the former list stays in force", reason=str(error))
+            return False
+        changed, self.allowed = fresh != self.allowed, fresh
+        if changed:
+            log.info("allowed_keys_changed", keys=len(fresh))
+        return changed
+
+    def _look(self) -> tuple[int, ...]:
+        try:
+            found = self._path.stat() if self._path else None
+        except OSError:
+            return (0,)
+        return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode) if found else ()

@@ -1,4 +1,4 @@
-"""One conversation between two incarnations: what `peers` does for each of its peers, on either side."""
+"""One conversation between two incarnations, on either side: its delivery, acknowledgements and timers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
 _ACK_DELAY_S = 0.01
-"""How long an acknowledgement waits for a message to ride on, at most; half a resend, or everything would be sent twice."""
+"""An acknowledgement waits at most so long for a message to ride on, and less than half a resend, or everything
+would be sent twice."""
 _ACK_AT_ONCE_PART = 4
-"""An acknowledgement does not wait once this part (1/n) of the window is unacknowledged."""
+"""An acknowledgement goes out at once when this part (1/n) of the window is unacknowledged."""
 _TIMER_SLACK_S = 0.001
 
 
 class Refusal(StrEnum):
-    """Why a frame was refused, beside the `FrameFault`s and the codes of errors that a message handler raised."""
+    """Why a frame was refused. `FrameFault`s and the codes of a message handler's errors are further reasons."""
 
     STALE = "stale"
-    """Of an earlier link or incarnation."""
+    """It belongs to an earlier link or incarnation."""
     DUPLICATE = "duplicate"
     OUT_OF_ORDER = "out_of_order"
     UNAUTHENTICATED = "unauthenticated"
@@ -41,40 +42,42 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PeerCallbacks:
-    """Called in the loop, never concurrently. None may block."""
+    """Called in the loop, one after another. None may block."""
 
     on_message: Callable[[str, PeerMessage], None]
     """(peer incarnation, message): each message once, in its sender's order. A BridgeError refuses the message for good."""
     on_undelivered: Callable[[str, PeerMessage, float], None] = _ignore
-    """(peer incarnation, message, age in seconds): the conversation is over, and this message was not acknowledged. It may
-    nevertheless have arrived."""
+    """(peer incarnation, message, age in seconds): the conversation is over, and this message was not acknowledged. It may have
+    arrived all the same."""
     on_refused: Callable[[str, str], None] = _ignore
-    """(kind, detail): a frame or a connection was refused. `kind` is one of few words, fit for a metric's label."""
+    """(kind, detail): a frame or a connection was refused. `kind` is one of few words, and the label of a metric."""
     on_resent: Callable[[int], None] = _ignore
     """(count): messages were sent again."""
     on_reset: Callable[[str], None] = _ignore
-    """(peer incarnation): the conversation begins anew, and what was agreed is void. On a client: the server was restarted or has
-    forgotten us; introduce yourself again. On a server: a known client had given us up."""
+    """(peer incarnation): the conversation begins anew, and earlier agreements are void.
+    On a client: the server was restarted or has forgotten us, and we introduce ourselves again. On a server: a known client had
+    given us up."""
     on_cut: Callable[[], None] = _ignore
-    """On a client: no connection stands any more, or none could be made. `Link.cut_s` counts from here."""
+    """On a client: the connection has ended, or none could be made. `Link.cut_s` counts from here."""
     on_met: Callable[[str], object] = _ignore
-    """(peer incarnation) On a client, once, before the conversation begins: who answers. The call may close the client."""
+    """(peer incarnation): on a client, once, before the conversation begins, the server
+    that answers. The call may close the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """What is configured about peers."""
+    """The configuration of links to peers."""
 
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
     max_connections: int = 1_024
-    """Connections at once, those included that have not proved who they are: of a server, and of all clients together."""
+    """Connections at once, also those that have not proved who they are: of a server, and of all clients together."""
     handshake_s: float = 10.0
-    """A connection that has not proved who it is after so long is closed."""
+    """A connection is closed when it has not proved within this time who it is."""
 
 
 @dataclass(frozen=True, eq=False)
 class LinkOwner:
-    """What all links of one socket share."""
+    """The parts that all links of one socket share."""
 
     incarnation: str
     callbacks: PeerCallbacks
@@ -82,11 +85,11 @@ class LinkOwner:
     put: Callable[[Link, bytes], bool]
     """Hands a frame to the socket; False means that it was dropped."""
     on_over: Callable[[Link], None]
-    """The peer has acknowledged nothing of a link in time: to be closed, and forgotten."""
+    """Closes and forgets a link whose peer has acknowledged nothing in time."""
 
 
 class Link:
-    """A numbered conversation with one peer. `peer` is its incarnation, empty before it was heard on this link."""
+    """A numbered conversation with one peer. `peer` is its incarnation, empty before its first frame on this link."""
 
     def __init__(self, owner: LinkOwner, number: int, peer: str = "", user: str = "") -> None:
         self.number = number
@@ -96,7 +99,7 @@ class Link:
         self.route = b""
         self.heard_at_s = -math.inf
         self.cut_at_s = math.inf
-        """Since when no connection to the peer stands; infinity while one does, or the first is being made, as far as we know."""
+        """Monotonic time at which the connection to the peer ended; infinity while we know of none that ended."""
         self.closed = False
         self._owner = owner
         self._loop = asyncio.get_running_loop()
@@ -116,7 +119,7 @@ class Link:
 
     @property
     def cut_s(self) -> float:
-        """For how many seconds no connection to the peer has stood, as far as is known; 0 when one stands."""
+        """Seconds without a connection to the peer, as far as is known; 0 while there is one."""
         return max(0.0, monotonic() - self.cut_at_s)
 
     @property
@@ -134,7 +137,7 @@ class Link:
         self._send_new()
 
     def take(self, envelope: Envelope[PeerMessage]) -> None:
-        """Handle an envelope of this link. Raises ProtocolError on what no correct peer sends."""
+        """Handle an envelope of this link. Raises ProtocolError for an envelope that no correct peer sends."""
         self.heard_at_s = monotonic()
         self.cut_at_s = math.inf
         self._outbox.acknowledge(envelope.acknowledged, now_s=self.heard_at_s)
@@ -144,29 +147,31 @@ class Link:
         is_new = message is not None and (sequence == 0 or self._is_next(sequence))
         self._send_new()
         if is_new and message is not None:
-            self._hand_on(message)
+            try:
+                self._owner.callbacks.on_message(self.peer, message)
+            except BridgeError as error:
+                self._owner.callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
         self._owe()
 
     def cut(self) -> None:
-        """No connection to the peer stands."""
+        """Note that there is no connection to the peer."""
         if self.cut_at_s == math.inf and not self.closed:
             self.cut_at_s = monotonic()
             self._owner.callbacks.on_cut()
 
     def retry(self) -> None:
-        """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
+        """Tell the peer of a new connection, and send all unacknowledged messages again at once."""
         if self.peer:
             self._transmit(0, b"")
         self._outbox.resend_now(monotonic())
         self._work()
 
     def close(self, *, report: bool = True) -> None:
-        """End the conversation, acknowledge a last time, and report as undelivered what is unacknowledged. Harmless when closed."""
+        """Acknowledge a last time, end the conversation, report unacknowledged messages as undelivered. Harmless when closed."""
         self._acknowledge()
         self.closed = True
-        for timer in (self._timer, self._ack_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for (message, _), age_s in self._outbox.abandon(monotonic()):
             if report:
                 self._owner.callbacks.on_undelivered(self.peer, message, age_s)
@@ -178,19 +183,13 @@ class Link:
             self._owner.callbacks.on_refused(Refusal(arrival), text)
         return arrival is Arrival.NEW
 
-    def _hand_on(self, message: PeerMessage) -> None:
-        try:
-            self._owner.callbacks.on_message(self.peer, message)
-        except BridgeError as error:
-            self._owner.callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
-
     def _send_new(self) -> None:
         for sequence, (_, body) in self._outbox.take_new(monotonic()):
             self._transmit(sequence, body)
         wake_at_s = self._outbox.wake_at_s
         if self._timer is None and wake_at_s < math.inf and not self.closed:
             delay_s = max(0.0, wake_at_s - monotonic()) + _TIMER_SLACK_S
-            self._timer = self._loop.call_later(delay_s, self._on_timer, context=Context())  # on nobody's behalf
+            self._timer = self._loop.call_later(delay_s, self._work, context=Context())  # on nobody's behalf
 
     def _transmit(self, sequence: int, body: bytes) -> None:
         envelope: Envelope[PeerMessage] = Envelope(
@@ -202,7 +201,7 @@ class Link:
             self.cut()
 
     def _owe(self) -> None:
-        """Acknowledge soon, unless a message that goes out before does it in passing."""
+        """Acknowledge soon, unless a message that goes out before carries the acknowledgement."""
         if not self._inbox.owed or self.closed:
             return
         delivery = self._owner.settings.delivery
@@ -210,21 +209,19 @@ class Link:
             self._acknowledge()
         elif self._ack_timer is None:
             delay_s = min(_ACK_DELAY_S, delivery.resend_first_s / 2)
-            self._ack_timer = self._loop.call_later(delay_s, self._ack_late, context=Context())
-
-    def _ack_late(self) -> None:
-        self._ack_timer = None
-        self._acknowledge()
+            self._ack_timer = self._loop.call_later(delay_s, self._acknowledge, context=Context())
 
     def _acknowledge(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
         if self._inbox.owed and not self.closed:
             self._transmit(0, b"")
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._work()
-
     def _work(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         now_s = monotonic()
         if now_s >= self._outbox.gives_up_at_s:
             self._owner.on_over(self)

@@ -1,9 +1,9 @@
-"""The processes of one node talk: the daemon with its rank workers and engines, over Unix stream sockets.
+"""Unix stream sockets between the daemon of a node and its rank workers and engines.
 
 A connection is a client, and the end of the connection is the end of the client: memory was handed over on that connection, so
 neither side gets a second chance. A frame is one byte of protocol version, three of length, and a message. Two frames carry no
-message: the daemon's first one tells its incarnation, and an empty one tells a client that the daemon has given it up. Whoever can
-connect is trusted. A client believes nobody in a runtime directory that is not its user's own, or that of the user it was told.
+message: the daemon's first frame tells its incarnation, and an empty frame tells a client that the daemon has given it up. A client
+that can connect is trusted. A client trusts a runtime directory only if it belongs to the client's user or to the named one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -39,7 +38,11 @@ MAX_UNSENT_BYTES = 16 << 20
 _HEAD_BYTES = 4
 _READ_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 18
-"""More than the kernel takes at once."""
+"""One call hands at most this much to the kernel."""
+_SEND_BUFFER_BYTES = 4 << 20
+"""The kernel takes this much of a burst at once, so that it arrives though the client makes no further call. By its own default the
+kernel takes about 280 small messages, each of which costs it 768 bytes; it grants up to twice `net.core.wmem_max`, at least 550
+messages."""
 _GIVEN_UP = b""
 _DAEMON_ENDED = "the daemon has ended or closed the connection"
 _CLOSED = "this client is closed"
@@ -56,30 +59,13 @@ _recv.restype = _send.restype = ctypes.c_ssize_t
 _SEND_FLAGS = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class LocalCallbacks(Generic[InboundT]):
-    """Called in the loop, one after another. None may block."""
-
-    on_message: Callable[[str, InboundT], None]
-    """(client, message), in order. A BridgeError refuses the message, which is counted under the error's code."""
-    on_gone: Callable[[str, PeerProcess], None] = _ignore
-    """(client, process): the connection has ended, or the client broke the protocol. Only `process` tells whether the process has
-    ended as well; it is closed after the call, unless the call asks to hear of that end."""
-    on_refused: Callable[[str, str], None] = _ignore
-    """(kind, detail): a frame or a connection was refused."""
-
-
 def framed(body: bytes) -> bytes:
     """Return the frame of an encoded message."""
     return (PROTOCOL_VERSION << 24 | len(body)).to_bytes(_HEAD_BYTES, "big") + body
 
 
 def _take_frames(received: bytearray, most_bytes: int) -> Iterator[bytes]:
-    """Yield, and remove, the bodies of whole frames. Raises FrameError for a frame behind which nothing can be read."""
+    """Yield and remove the bodies of whole frames. Raises FrameError for a frame after which nothing can be read."""
     while len(received) >= _HEAD_BYTES:
         version, end = received[0], _HEAD_BYTES + int.from_bytes(received[1:_HEAD_BYTES], "big")
         if version != PROTOCOL_VERSION:
@@ -117,7 +103,7 @@ class _Connection(asyncio.Protocol):
         self._server.heard(self, self._received)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if error is not None:  # found by a write, while the last messages of the client are still to be read
+        if error is not None:  # a write found it; the last messages of the client are still unread
             with suppress(OSError):
                 while data := os.read(self.transport.get_extra_info("socket").fileno(), _READ_BYTES):
                     self.data_received(data)
@@ -132,28 +118,34 @@ class _Connection(asyncio.Protocol):
 class LocalServer(Generic[InboundT, OutboundT]):
     """The daemon's end. Built and used in one running loop; close it.
 
-    A client is named after the socket and the client's process, as `engine-123.4`.
+    A client is named after the socket and the client's process, as `engine-123.4`. The loop runs the callbacks one after another;
+    none may block.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a conversation
         self,
         incarnation: str,
         path: Path,
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
-        callbacks: LocalCallbacks[InboundT],
         *,
+        on_message: Callable[[str, InboundT], None],
+        on_gone: Callable[[str, PeerProcess], None],
+        on_refused: Callable[[str, str], None],
         to_group: bool = False,
     ) -> None:
-        """Listen on `path`, in a directory that `prepare_runtime_directory` has prepared.
+        """Listen on `path`, in a directory that `prepare_runtime_directory` has prepared. Raises as `listen_at`.
 
-        `to_group`: whoever may enter the directory may connect, too. Raises as `listen_at`.
+        `on_message(client, message)`: messages come in order; a BridgeError refuses the message and is counted under its code.
+        `on_gone(client, process)`: the connection has ended, or the client broke the protocol. Only `process` tells whether the
+        process has ended as well; it is closed after the call, unless the call uses `when_ended`. `on_refused(kind, detail)`: a
+        frame or a connection was refused. `to_group`: the group of the directory may connect, too.
         """
         self._greeting = framed(incarnation.encode())
         self._path = path
         self._inbound = inbound
         self._outbound = outbound
-        self._callbacks = callbacks
+        self._on_message, self._on_gone, self._on_refused = on_message, on_gone, on_refused
         self._clients: dict[str, _Connection] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
@@ -175,7 +167,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         return self._known(client).process
 
     def drop(self, client: str) -> None:
-        """Give a client up and tell it. `on_gone` is not called. Harmless for one that is gone."""
+        """Give a client up and tell it, without `on_gone`. Harmless for a client that is gone."""
         known = self._clients.pop(client, None)
         if known is not None:
             known.transport.write(framed(_GIVEN_UP))
@@ -195,7 +187,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
             known.process.close()
         self._clients.clear()
 
-    # ------------------------------------------------------------------ for connections
+    # ------------------------------------------------------------------ connections call these
 
     def joined(self, client: _Connection) -> None:
         """A client has connected."""
@@ -208,10 +200,10 @@ class LocalServer(Generic[InboundT, OutboundT]):
         try:
             for body in _take_frames(received, self._inbound.max_frame_bytes):
                 self._take(client, body)
-                if client.name not in self._clients:  # by what the message led to
+                if client.name not in self._clients:  # the message led to its end
                     return
         except FrameError as error:
-            self._callbacks.on_refused(error.fault, f"{client.name}: {error}")
+            self._on_refused(error.fault, f"{client.name}: {error}")
             client.transport.abort()
 
     def lost(self, client: _Connection) -> None:
@@ -219,7 +211,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         if self._clients.pop(client.name, None) is None:
             return
         try:
-            self._callbacks.on_gone(client.name, client.process)
+            self._on_gone(client.name, client.process)
         finally:
             client.process.close()
 
@@ -236,11 +228,11 @@ class LocalServer(Generic[InboundT, OutboundT]):
         message: InboundT | None = None
         try:
             message = self._inbound.decode_body(body)
-            self._callbacks.on_message(client.name, message)
+            self._on_message(client.name, message)
         except FrameError as error:
-            self._callbacks.on_refused(error.fault, str(error))
+            self._on_refused(error.fault, str(error))
         except BridgeError as error:
-            self._callbacks.on_refused(error.code, f"{type(message).__name__} of {client.name}: {error}")
+            self._on_refused(error.code, f"{type(message).__name__} of {client.name}: {error}")
         except Exception as error:  # noqa: BLE001 - a defect costs one message, not those behind it
             self._loop.call_exception_handler({"message": f"a message of {client.name}", "exception": error})
 
@@ -248,7 +240,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
 class LocalClient(Generic[InboundT, OutboundT]):
     """A worker's or an engine's end, without asyncio; used by one thread.
 
-    Once the daemon is gone every call raises PeerError; make a new client then.
+    Every call raises PeerError once the daemon is gone; the caller makes a new client then.
     """
 
     def __init__(
@@ -259,10 +251,10 @@ class LocalClient(Generic[InboundT, OutboundT]):
         *,
         daemon_user: int | None = None,
     ) -> None:
-        """Connect if the daemon is there; `send` waits for a daemon that is not.
+        """Connect if the daemon is there; otherwise `send` waits for it.
 
-        `daemon_user`: the number of the daemon's user (default: this process's). Raises ConfigError on an unfit path, and for a
-        runtime directory of another user or one that others can write.
+        `daemon_user`: the number of the daemon's user (default: this process's). Raises ConfigError for an unfit path, and for a
+        runtime directory that belongs to another user or that others can write.
         """
         check_ipc_path(str(path))
         self._path = path
@@ -276,19 +268,19 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._bodies: deque[bytes] = deque()
         self._gone = ""
         self.daemon = ""
-        """The incarnation of the daemon, once it has been heard."""
+        """The incarnation of the daemon; empty before the daemon's first frame."""
         self._connect()
 
     @property
     def daemon_ended(self) -> bool:
-        """Whether the daemon has ended, as far as was looked: not when it has only given this client up."""
+        """Whether the last call found that the daemon has ended; False when the daemon has only given this client up."""
         return self._gone == _DAEMON_ENDED
 
     def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
         """Hand a message over, waiting at most `timeout_s` for the connection, or for a daemon that does not read.
 
-        The next call sends what the kernel does not take at once. Raises NotReadyError after `timeout_s`, and the message is not
-        sent; PeerError once the daemon is gone, InvalidInputError when the message is too large.
+        The next call sends the bytes that the kernel does not take now. Raises NotReadyError after `timeout_s`, when the message is
+        not sent; PeerError once the daemon is gone; InvalidInputError when the message is too large.
         """
         frame = framed(self._outbound.encode_body(message))
         deadline_s = time.monotonic() + timeout_s
@@ -304,16 +296,16 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._flush()
 
     def receive(self, timeout_s: float) -> InboundT | None:
-        """Return the next message, or None when none came within `timeout_s` (0 only looks).
+        """Return the next message, or None when none came within `timeout_s` (0: it does not wait).
 
-        Raises PeerError once the daemon is gone and its last message was read. What is no message of the conversation is dropped.
+        Raises PeerError once the daemon is gone and its last message was read. A frame that is no known message is dropped.
         """
         deadline_s = time.monotonic() + timeout_s
         if not self._reach(deadline_s):
             return None
         while True:
             while self._bodies:
-                with suppress(FrameError):  # of a later release
+                with suppress(FrameError):  # a message of a later release
                     return self._inbound.decode_body(self._bodies.popleft())
             self._flush()
             events = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
@@ -321,7 +313,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
                 return None
 
     def close(self) -> None:
-        """Disconnect; waits at most 0.2 s for the last messages to leave. Harmless when closed."""
+        """Disconnect after at most 0.2 s, in which the last messages can leave. Harmless when closed."""
         deadline_s = time.monotonic() + _LAST_FRAMES_S
         while self._unsent and not self._gone and self._wait(select.POLLOUT, deadline_s):
             self._send_waiting()
@@ -330,7 +322,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._gone = _CLOSED
 
     def _reach(self, deadline_s: float) -> bool:
-        """Return whether there is, or was, a connection; try until the deadline. Raises ConflictError after `close`."""
+        """Return whether there is or was a connection; try until the deadline. Raises ConflictError after `close`."""
         if self._gone == _CLOSED:
             raise ConflictError(f"the local client of {self._path} is not connected: {_CLOSED}")
         while self._socket is None and not self._connect():
@@ -340,10 +332,11 @@ class LocalClient(Generic[InboundT, OutboundT]):
         return True
 
     def _connect(self) -> bool:
-        """Connect, if a daemon listens, and only where nobody else can have put a socket."""
+        """Connect if a daemon listens, and only where nobody else can have put a socket."""
         if not require_private_directory(self._path.parent, self._daemon_user):
             return False
         socket = unix.socket(unix.AF_UNIX, unix.SOCK_STREAM)
+        socket.setsockopt(unix.SOL_SOCKET, unix.SO_SNDBUF, _SEND_BUFFER_BYTES)
         socket.setblocking(False)
         try:
             socket.connect(str(self._path))
@@ -354,7 +347,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
         return True
 
     def _wait(self, events: int, deadline_s: float) -> bool:
-        """Wait until the socket is ready for one of `events`; whether it is."""
+        """Wait until the socket is ready for one of `events`; return whether it is."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or self._socket is None:
             return False
@@ -363,7 +356,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
         return bool(poll.poll(max(1, int(left_s * 1_000))))
 
     def _flush(self) -> None:
-        """Send what waits, as far as the kernel takes it. Raises PeerError once the daemon is gone."""
+        """Send waiting bytes as far as the kernel takes them. Raises PeerError once the daemon is gone."""
         if self._unsent and not self._gone:
             self._send_waiting()
         if self._gone:
@@ -379,7 +372,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
         del self._unsent[: max(0, sent)]
 
     def _read(self) -> bool:
-        """Take what has come; whether something has, be it the end."""
+        """Take what has arrived; return whether something has, be it the end of the connection."""
         assert self._socket is not None
         count = _recv(self._socket.fileno(), self._chunk, _READ_BYTES, unix.MSG_DONTWAIT)
         if count < 0 and ctypes.get_errno() == errno.EAGAIN:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvbridge.control.gate import Authenticator, ConnectionLimit, Gate, show_keys, user_of
-from kvbridge.control.keys import CurveKeys, check_key
+from kvbridge.control.keys import CurveKeys, Gate, check_key
 from kvbridge.control.link import Link, LinkOwner, PeerCallbacks, PeerSettings, Refusal
 from kvbridge.control.sockets import (
     ACCEPTED,
@@ -27,8 +26,12 @@ from kvbridge.control.sockets import (
     DISCONNECTED,
     HANDSHAKE_FAILED_AUTH,
     HANDSHAKE_SUCCEEDED,
+    Authenticator,
+    ConnectionLimit,
     EnvelopeSocket,
     SocketContext,
+    show_keys,
+    user_of,
 )
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError

@@ -9,19 +9,20 @@ from time import monotonic
 
 import zmq
 
-from kvbridge.control.gate import Authenticator, Gate, show_keys
-from kvbridge.control.keys import CurveKeys
+from kvbridge.control.keys import CurveKeys, Gate
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.sockets import (
     CONNECT_FAILED,
     HANDSHAKE_FAILED,
     HANDSHAKE_FAILED_AUTH,
     HANDSHAKE_SUCCEEDED,
+    Authenticator,
     LoopSocket,
     Parts,
     SocketContext,
     bind,
     read_event,
+    show_keys,
 )
 from kvbridge.core.errors import DeadlineError, PeerError, UnauthorizedError
 from kvbridge.core.process import Closing

@@ -1,20 +1,26 @@
-"""ZeroMQ sockets inside an asyncio loop.
+"""ZeroMQ sockets inside an asyncio loop: their keys, and how many connections they take.
 
 The descriptor of a ZeroMQ socket signals edges: it becomes readable when *something* has changed, once, and any call on the socket
-may consume the signal. So after every wake and after every send we ask the socket itself whether frames wait.
+may consume the signal. So a `LoopSocket` asks the socket itself after every wake and every send whether frames wait.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import socket as unix
 import struct
 import time
 from collections.abc import Callable, Sequence
 
 import zmq
+from zmq.utils import z85
 
-from kvbridge.control.listeners import bind_error
-from kvbridge.core.errors import ConfigError, ProtocolError
+from kvbridge.control.keys import CurveKeys, Gate
+from kvbridge.control.processes import tcp_listeners
+from kvbridge.core.addresses import parse_tcp
+from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, ProtocolError, UnavailableError
 from kvbridge.core.wire.codec import PEER, Envelope, FrameError
 from kvbridge.core.wire.messages import PeerMessage
 
@@ -23,9 +29,12 @@ SENDS_QUEUED = 10_000
 CLOSE_LINGER_MS = 200
 FRAMES_PER_TURN = 128
 TURN_S = 0.02
-"""After so many frames, or so long, a socket lets the rest of the loop run before it goes on."""
+"""A socket lets the rest of the loop run after so many frames, or so long."""
 _ZMTP_PING_MS = 5_000
 _ZMTP_TIMEOUT_MS = 15_000
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN = b"kvbridge"
+_ZAP_VERSION = b"1.0"
 
 # As plain numbers: Python computes with ZeroMQ's own enumerations in Python, several times for each frame.
 _READABLE = int(zmq.POLLIN)
@@ -43,18 +52,17 @@ HANDSHAKE_SUCCEEDED = int(zmq.Event.HANDSHAKE_SUCCEEDED)
 ACCEPTED = int(zmq.Event.ACCEPTED)
 DISCONNECTED = int(zmq.Event.DISCONNECTED)
 CONNECT_FAILED = int(zmq.Event.CLOSED)
-"""An attempt to connect has failed, as a rule since nobody listens there. ZeroMQ makes the next one."""
+"""An attempt to connect has failed, as a rule because nobody listens there. ZeroMQ makes the next attempt."""
 
 _EVENTS = {
     int(zmq.ROUTER): HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED,
     int(zmq.DEALER): HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED | DISCONNECTED | CONNECT_FAILED,
 }
-_EVENT = struct.Struct("=HI")
 
 
 def read_event(head: bytes) -> tuple[int, int]:
     """Return (event, value) of a monitor's frame; the value of ACCEPTED and DISCONNECTED is the connection's descriptor."""
-    event, value = _EVENT.unpack(head)
+    event, value = struct.unpack("=HI", head)
     return event, value
 
 
@@ -66,7 +74,7 @@ class SocketContext:
         self.zmq.set(zmq.MAX_SOCKETS, 16_384)
 
     def open(self, kind: int) -> zmq.Socket[bytes]:
-        """Return a new socket with the house's limits set."""
+        """Return a new socket with the limits of kvbridge set."""
         socket = self.zmq.socket(kind)
         socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, SENDS_QUEUED)
@@ -74,7 +82,7 @@ class SocketContext:
         return socket
 
     def close(self) -> None:
-        """Close what was left open and end the thread; waits at most for the linger of the sockets."""
+        """Close the sockets that are still open and end the thread; waits at most for the sockets' linger."""
         self.zmq.destroy()
 
 
@@ -87,8 +95,24 @@ def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
+def bind_error(endpoint: str, number: int, text: str) -> BridgeError:
+    """Return the error for a bind that failed with `errno` `number`."""
+    if number == errno.EADDRINUSE:
+        address = parse_tcp(endpoint)
+        found = next((each for each in tcp_listeners() if address and each.port == address.port and each.pid), None)
+        holder = f" by process {found.pid} ({found.command})" if found else ""
+        return ConflictError(
+            f"control address {endpoint} is taken{holder}; stop what holds it, or configure another port (0 picks one)"
+        )
+    if number in {errno.EADDRNOTAVAIL, errno.ENODEV}:
+        return UnavailableError(f"control address {endpoint}: this machine has no such address or interface")
+    if number == errno.EACCES:
+        return ConfigError(f"control address {endpoint}: not permitted to bind it; use a port above 1023")
+    return UnavailableError(f"control address {endpoint} cannot be bound: {text}")
+
+
 class LoopSocket:
-    """Feeds what arrives on `socket` to `on_parts`, in the loop that is running. Owns the socket from then on.
+    """Calls `on_parts` in the running loop for each message that arrives on `socket`, and owns the socket.
 
     An exception of `on_parts` reaches the loop's exception handler and costs that one message only.
     """
@@ -103,7 +127,7 @@ class LoopSocket:
         self._look_again()
 
     def send(self, parts: Sequence[bytes]) -> bool:
-        """Hand parts to ZeroMQ; False when no connection can take them now (they are dropped) or after `close`."""
+        """Hand parts to ZeroMQ. Return False after `close`, and when no connection takes them now: they are dropped then."""
         if self._socket.closed:
             return False
         try:
@@ -152,7 +176,7 @@ class LoopSocket:
 
 
 class EnvelopeSocket:
-    """A ROUTER or a DEALER between nodes that speaks in envelopes. Owns `socket`, whose keys are set before."""
+    """A ROUTER or a DEALER between nodes that speaks in envelopes. Owns `socket`; the caller has set the keys before."""
 
     def __init__(
         self,
@@ -166,8 +190,8 @@ class EnvelopeSocket:
     ) -> None:
         """Listen at `endpoint` (a ROUTER; `self.endpoint` is the real one) or begin to connect to it.
 
-        `on_envelope(envelope, route, frame)`: `route` is what `send` wants for an answer, empty on a DEALER; a ProtocolError
-        refuses the envelope. `on_refused(kind, detail)`. `on_event(event, value)` of connections, as `read_event` has it. Raises
+        Calls `on_envelope(envelope, route, frame)`: `send` takes `route` for an answer (empty on a DEALER), and a ProtocolError
+        refuses the envelope. Calls `on_refused(kind, detail)`, and `on_event(event, value)` for what `read_event` returns. Raises
         as `bind_error` says, and ConfigError for an endpoint that cannot be connected to.
         """
         self._on_envelope = on_envelope
@@ -177,7 +201,7 @@ class EnvelopeSocket:
         socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(handshake_s * 1_000)))
         socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
-        # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
+        # Not for IPv4: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
         socket.setsockopt(zmq.MAXMSGSIZE, 2 * PEER.max_frame_bytes)
@@ -199,7 +223,7 @@ class EnvelopeSocket:
             raise
 
     def send(self, *parts: bytes) -> bool:
-        """Hand a frame to ZeroMQ, on a ROUTER behind its route; False when it was dropped (see `LoopSocket`)."""
+        """Hand a frame to ZeroMQ, on a ROUTER behind its route; return False when it was dropped (see `LoopSocket`)."""
         return self._socket.send(parts)
 
     def close(self) -> None:
@@ -220,3 +244,108 @@ class EnvelopeSocket:
             self._on_refused(error.fault, str(error))
         except ProtocolError as error:
             self._on_refused(error.code, str(error))
+
+
+def user_of(frame: zmq.Frame) -> str:
+    """Return the key that the sender of a frame proved to own, empty without keys."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
+def show_keys(socket: zmq.Socket[bytes], keys: CurveKeys, server_key: str = "") -> None:
+    """Set up CURVE on a socket: as a server, or as the client of the server with that public key."""
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    if server_key:
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+    else:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+
+
+class Authenticator:
+    """Answers ZeroMQ's question about each CURVE handshake: the peer must have proved to own an allowed key.
+
+    ZeroMQ notes this key as the "User-Id" of the peer's frames. Open the authenticator before the server socket of the same context
+    is bound.
+    """
+
+    def __init__(self, context: SocketContext, gate: Gate, on_denied: Callable[[str], None]) -> None:
+        self._gate = gate
+        self._on_denied = on_denied
+        socket = context.open(zmq.REP)
+        socket.bind(ZAP_ENDPOINT)
+        self._socket = LoopSocket(socket, self._answer)
+
+    def close(self) -> None:
+        """Stop answering; nobody gets in any more."""
+        self._socket.close()
+
+    def _answer(self, parts: Parts) -> None:
+        fields = [part.bytes for part in parts]
+        request = fields[1] if len(fields) > 1 else b""
+        correct = len(fields) == 7 and fields[0] == _ZAP_VERSION and fields[5] == b"CURVE" and len(fields[6]) == 32
+        public = z85.encode(fields[6]).decode() if correct else ""
+        if public and self._gate.allows(public):
+            self._socket.send([_ZAP_VERSION, request, b"200", b"", public.encode(), b""])
+            return
+        self._socket.send([_ZAP_VERSION, request, b"400", b"key not allowed", b"", b""])
+        address = fields[3].decode(errors="replace") if len(fields) > 3 else "?"
+        self._on_denied(
+            f"{address} holds key {public or '(none)'}, which is not in the list of allowed keys; "
+            "add it there if this peer belongs to the cluster"
+        )
+
+
+class ConnectionLimit:
+    """Bounds the connections of one listening ZeroMQ socket. The socket's monitor reports them.
+
+    ZeroMQ accepts every connection in a thread of its own. No option bounds this, and to unbind the address would end every
+    connection that was accepted there. Each connection beyond the limit is shut down instead, and ZeroMQ closes it. ZeroMQ may have
+    closed the descriptor meanwhile, and then it may be anybody's. So we copy it, check that the copy is a connection of this
+    address, and shut the copy down. The copy takes the place of a descriptor held in reserve, so this works in a process without a
+    free one.
+    """
+
+    def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
+        """`on_refused()` is called for each connection that is shut down."""
+        self._most = most
+        self._on_refused = on_refused
+        self._open: set[int] = set()
+        self._name: object = None
+        self._copy = unix.socket()
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def bound(self, endpoint: str) -> None:
+        """Note the endpoint at which the socket listens, with its real port."""
+        address = parse_tcp(endpoint)
+        self._name = address.port if address else endpoint.removeprefix("ipc://")
+
+    def on_event(self, event: int, descriptor: int) -> None:
+        """Take note of an ACCEPTED or DISCONNECTED event."""
+        if event != ACCEPTED:
+            self._open.discard(descriptor)
+        elif len(self._open) < self._most:
+            self._open.add(descriptor)
+        else:
+            self._cut(descriptor)
+            self._on_refused()
+
+    def close(self) -> None:
+        """Close the descriptors held in reserve."""
+        self._copy.close()
+        os.close(self._nothing)
+
+    def _cut(self, descriptor: int) -> None:
+        place = self._copy.fileno()
+        try:
+            os.dup2(descriptor, place, inheritable=False)
+            name = self._copy.getsockname()
+            if self._name == (name[1] if isinstance(name, tuple) else name):
+                self._copy.shutdown(unix.SHUT_RDWR)
+        except OSError:
+            return  # it has ended by itself
+        finally:
+            os.dup2(self._nothing, place, inheritable=False)

@@ -175,7 +175,7 @@ class PrefillLinks(Links):
             partial(self._received, address),
             on_undelivered=lambda _peer, message, age_s: self._on_undelivered(address, message, age_s),
             on_refused=self._events.frame_refused,
-            on_resent=self._events.messages_resent,
+            on_resent=lambda count: self._events.emit(MessagesResent(count=count)),
             on_reset=partial(self._reset, address),
             on_met=partial(self._is_same, address),
             on_cut=partial(self._look_again, address),

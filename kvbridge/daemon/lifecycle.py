@@ -28,7 +28,6 @@ from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.recent import Recent
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import SpanReader
-from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:
     from kvbridge.telemetry.tracing import SpanExport

@@ -11,8 +11,7 @@ from kvbridge.api.directory import ControlMode
 from kvbridge.api.status import FenceStatus, PeerStatuses
 from kvbridge.config.endpoints import CurveConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.control.gate import Gate
-from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
+from kvbridge.control.keys import CurveKeys, Gate, load_keys, read_allowed
 from kvbridge.control.link import Link, PeerSettings
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress, is_loopback, parse_tcp

@@ -11,7 +11,7 @@ import structlog
 
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.tier import CopyBackend
-from kvbridge.control.local import LocalCallbacks, LocalServer
+from kvbridge.control.local import LocalServer
 from kvbridge.control.processes import PeerProcess
 from kvbridge.control.runtime_directory import ENGINE_SOCKET
 from kvbridge.core.errors import BridgeError, InvalidInputError, NotReadyError
@@ -32,12 +32,12 @@ from kvbridge.node.rooms import RoomParts
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import Reports, WorkerSet
 from kvbridge.pool.memory.layout import even_boundaries
+from kvbridge.telemetry.facts import EventStream
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import PHASES, RECEIVED, SENT
-from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
+from kvbridge.telemetry.readers import NodeReader
 from kvbridge.telemetry.recent import Recent
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.controller import BackupController
 from kvbridge.tier.copies import copy_backend
 from kvbridge.tier.index import PrefixIndex
@@ -59,9 +59,16 @@ class EngineSocket:
     def open(self, incarnation: str, runtime_dir: Path, engines: Engines) -> None:
         """Listen for engines, whose calls `engines` answers. Raises ConflictError when another daemon uses the directory."""
         self._engines = engines
-        callbacks = LocalCallbacks(engines.handle, on_gone=self._on_gone, on_refused=self._events.frame_refused)
-        path = runtime_dir / ENGINE_SOCKET
-        self._server = LocalServer(incarnation, path, ENGINE_TO_NODE, NODE_TO_ENGINE, callbacks, to_group=True)
+        self._server = LocalServer(
+            incarnation,
+            runtime_dir / ENGINE_SOCKET,
+            ENGINE_TO_NODE,
+            NODE_TO_ENGINE,
+            on_message=engines.handle,
+            on_gone=self._on_gone,
+            on_refused=self._events.frame_refused,
+            to_group=True,
+        )
 
     def send(self, engine: str, message: NodeToEngine) -> None:
         """Send to an attached engine. A failure is logged; an answer that does not fit into a frame becomes a refusal."""
@@ -107,9 +114,8 @@ class NodeParts:
         """Limits lines of the log that strangers, or many rooms, can cause."""
         self.recent = Recent()
         self.events = EventStream()
-        names = PeerNames()
-        for reader in (names, MetricsReader(self.metrics, names), LogReader(names, self.seldom), self.recent):
-            self.events.add_reader(reader.table)
+        for table in (*NodeReader(self.metrics, self.seldom).tables, self.recent.table):
+            self.events.add_reader(table)
         layers = {rank: part.layers for rank, part in self.layout.parts.items()}
         self.workers = WorkerSet(config, layers, self.events, self.seldom)
         self.engine_socket = EngineSocket(config.timeouts.engine_settle_s, self.events)

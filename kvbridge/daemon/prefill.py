@@ -102,7 +102,7 @@ class DecodeLinks(Links):
             self._nodes.received,
             on_undelivered=self._on_undelivered,
             on_refused=self._events.frame_refused,
-            on_resent=self._events.messages_resent,
+            on_resent=lambda count: self._events.emit(MessagesResent(count=count)),
             # It may have given the pages of our rooms to others meanwhile.
             on_reset=lambda peer: self._nodes.gone(peer, "it had given this node up, and begins anew"),
         )

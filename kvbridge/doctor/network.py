@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvbridge.control.listeners import TcpListener, tcp_listeners
+from kvbridge.control.processes import TcpListener, tcp_listeners
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, Port, breaks, fine, not_here, warning

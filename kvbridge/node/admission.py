@@ -35,8 +35,7 @@ from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.facts import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream, RequestAnswered, RequestRefused, RequestWaited
 
 log = structlog.get_logger(__name__)
 
@@ -203,12 +202,12 @@ class AdmissionController:
             await asyncio.wait({outcome}, timeout=request.wait_s)
         except asyncio.CancelledError:  # nobody is there to be told any more: the reservation goes back
             if not outcome.done():
-                self._leave(waiter, WaitOutcome.LEFT)
+                self._leave(waiter, "left")
             elif outcome.exception() is None:
                 await self._rooms.cancel(outcome.result().room, "its client left before it was told")
             raise
         if not outcome.done():
-            self._leave(waiter, WaitOutcome.TIMEOUT)
+            self._leave(waiter, "timeout")
             late = self._not_in_time(waiter)
             self._refused(request.client, late, WAIT_TIMEOUT)
             raise late
@@ -234,18 +233,18 @@ class AdmissionController:
             self._queue.granted(waiter)
             try:
                 waiter.outcome.set_result(waiter.context.run(self._admitted, waiter.request))
-                self._waited(waiter, WaitOutcome.ADMITTED)
+                self._waited(waiter, "admitted")
             except BridgeError as error:  # such as its room id, which another request has used meanwhile
                 self._refused(waiter.client, error)
                 waiter.outcome.set_exception(error)
-                self._waited(waiter, WaitOutcome.REFUSED)
+                self._waited(waiter, "refused")
 
-    def _leave(self, waiter: _WaitingRequest, outcome: WaitOutcome) -> None:
+    def _leave(self, waiter: _WaitingRequest, outcome: str) -> None:
         self._queue.leave(waiter)
         self._waited(waiter, outcome)
         self._serve()  # it may have held pages back from those behind it
 
-    def _waited(self, waiter: _WaitingRequest, outcome: WaitOutcome) -> None:
+    def _waited(self, waiter: _WaitingRequest, outcome: str) -> None:
         seconds = self._clock() - waiter.since_s
         self._events.emit(RequestWaited(outcome=outcome, seconds=seconds, client=waiter.client))
 
@@ -379,7 +378,7 @@ class AdmissionController:
         self.closed = reason
         for waiter in self._queue:
             self._queue.leave(waiter)
-            self._waited(waiter, WaitOutcome.REFUSED)
+            self._waited(waiter, "refused")
             waiter.outcome.set_exception(NotReadyError(f"this daemon admits nothing more: {reason}"))
 
     # ------------------------------------------------------------------ for operators

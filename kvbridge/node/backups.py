@@ -24,8 +24,7 @@ from kvbridge.node.rooms import WORKER_GONE
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
-from kvbridge.telemetry.facts import CopyEnded
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import CopyEnded, EventStream
 from kvbridge.tier.controller import BackupController
 from kvbridge.tier.host_copies import Backup
 

@@ -49,8 +49,7 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.messages import REASON_CHARS, agree
 from kvbridge.node.room import AdmittingEngine
-from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineLeft, EngineLost
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineLeft, EngineLost, EventStream
 
 if TYPE_CHECKING:
     from kvbridge.node.admission import AdmissionController

@@ -24,8 +24,7 @@ from kvbridge.core.wire.engine_messages import Loaded
 from kvbridge.node.room import Load, Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import PageState
-from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, PrefixMatched, RoomQuarantined
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, EventStream, PrefixMatched, RoomQuarantined
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted

@@ -34,8 +34,7 @@ from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids, exemplar
-from kvbridge.telemetry.facts import PhasesEnded, PrefixesDropped, RoomEntered, RoomMessageRefused
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream, PhasesEnded, PrefixesDropped, RoomEntered, RoomMessageRefused
 from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 

@@ -16,7 +16,7 @@ import structlog
 
 from kvbridge.api.status import RankStatus
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.control.local import LocalCallbacks, LocalServer
+from kvbridge.control.local import LocalServer
 from kvbridge.control.processes import PeerProcess
 from kvbridge.control.runtime_directory import WORKER_SOCKET
 from kvbridge.core.errors import BridgeError, NotReadyError, ProtocolError
@@ -41,9 +41,8 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.node.worker_process import worker_process
 from kvbridge.processes import ChildEnd, EndCause, SupervisedChild
-from kvbridge.telemetry.facts import MemoryRegistered, SuccessorsFailed, WorkerLost, WorkerStarted
+from kvbridge.telemetry.facts import EventStream, MemoryRegistered, SuccessorsFailed, WorkerLost, WorkerStarted
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 
@@ -149,8 +148,15 @@ class WorkerSet:
     def open(self, incarnation: str) -> None:
         """Listen for workers. Raises ConflictError when another daemon uses the runtime directory."""
         path = self._config.runtime_dir / WORKER_SOCKET
-        callbacks = LocalCallbacks(self.hear, on_gone=self._link_gone, on_refused=self._events.frame_refused)
-        self._server = LocalServer(incarnation, path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        self._server = LocalServer(
+            incarnation,
+            path,
+            WORKER_TO_NODE,
+            NODE_TO_WORKER,
+            on_message=self.hear,
+            on_gone=self._link_gone,
+            on_refused=self._events.frame_refused,
+        )
         self._open.callback(self._server.close)
 
     def start(self, setup: Callable[[Rank], WorkerSetup], identity: NodeIdentity | None) -> None:

@@ -1,17 +1,59 @@
-"""Everything that can happen on a node or on bootstrap, as facts (`telemetry/stream.py`)."""
+"""Everything that can happen on a node or on bootstrap, as facts, and the stream that hands each fact to its readers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import field
-from enum import StrEnum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, dataclass_transform
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.context import TraceContext
-from kvbridge.telemetry.stream import Fact
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+class Fact:
+    """Something that has happened. Each kind is a dataclass, and declares its line of the log and whether it is a problem."""
+
+    line: ClassVar[str] = ""
+    """Level, event and keys of the line, as `key=field` where the field has another name; empty: the log has no line."""
+    seldom: ClassVar[str | None] = None
+    """The field for each of whose words the number of lines is limited, "" for one common limit; None: all lines are written."""
+    problem: ClassVar[str] = ""
+    """The name of the problem in `/status`; empty: the fact is no problem."""
+
+    kinds: ClassVar[list[type[Fact]]] = []
+
+    def __init_subclass__(cls, **declared: str) -> None:
+        for name, value in declared.items():
+            setattr(cls, name, value)
+        Fact.kinds.append(dataclass(kw_only=True)(cls))
+
+    @property
+    def about(self) -> str:
+        """The room, engine, peer or rank that the fact is about."""
+        return str(next(getattr(self, name) for name in ("room", "engine", "peer", "rank") if hasattr(self, name)))
+
+    @property
+    def why(self) -> str:
+        """The reason as `/status` shows it."""
+        return str(getattr(self, "reason", ""))
+
+
+class FrameRefused(Fact, line="warning frame_refused kind detail", seldom="kind"):
+    """A frame or a connection was refused; `kind` is one of few words, `detail` is for people."""
+
+    kind: str
+    detail: str
+
+
+class MessagesResent(Fact):
+    """Control messages were sent again."""
+
+    count: int
 
 
 class RoomFact(Fact):
@@ -23,19 +65,18 @@ class RoomFact(Fact):
 
 
 class RoomEntered(RoomFact):
-    """A room came into another state, as users see it. `code` and `reason` are its first cause, empty while there is none."""
+    """A room came into another state, as users see it. `code` and `reason` tell the first cause of its end; empty: none."""
 
     state: RoomState
     code: str = ""
     reason: str = ""
     limit: str = ""
-    """The limit that ended the room, if nothing happened in time."""
+    """The limit that ended the room; empty when none did."""
     age_s: float = 0.0
     prompt_tokens: int = 0
     prefix_tokens: int = 0
-    """Tokens of the prompt that decode held already."""
     computed_tokens: int = 0
-    """Tokens of the prompt that prefill held already."""
+    """Tokens of the prompt that prefill held already; `prefix_tokens` are those of decode."""
     bytes: int = 0
     """Bytes that have arrived, as far as is known."""
     ids: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +86,7 @@ class RoomEntered(RoomFact):
 
 
 class RoomOffered(RoomFact):
-    """Prefill: a decode node has said where to send a room, and in which span it waits."""
+    """Prefill: a decode node has offered its pages for a room. `trace` is the span in which decode waits."""
 
     trace: TraceContext | None
 
@@ -63,7 +104,7 @@ class RoomFinished(RoomFact):
 
 
 class RoomRejected(RoomFact, line="warning room_rejected code reason", problem="room rejected"):
-    """Everything of a room was sent, and the decode side could not use it."""
+    """Prefill has sent everything of a room, and decode could not use it."""
 
     code: str
     reason: str
@@ -85,7 +126,7 @@ class OrderBegan(RoomFact):
 
 
 class OrderEnded(RoomFact):
-    """An order has ended, well or badly; each OrderBegan is followed by one, also when the worker ends first."""
+    """An order has ended, well or badly. Each OrderBegan is followed by one, also when the worker ends first."""
 
     rank: Rank
     order: int
@@ -95,7 +136,7 @@ class OrderEnded(RoomFact):
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The order's phases, as the worker has measured them."""
     code: str = ""
-    """Why the order has failed; empty when it has not."""
+    """Why the order failed; empty when it succeeded."""
 
 
 class PhasesEnded(RoomFact):
@@ -112,11 +153,11 @@ class RankReceived(RoomFact):
     amounts: Amounts
     transport: str
     under_way_ago_s: tuple[tuple[float, float], ...] = ()
-    """When the rank was sending: from so many seconds ago until so many."""
+    """The intervals in which the rank was sending, as (seconds ago, seconds ago)."""
 
 
 class RoomRerouted(RoomFact):
-    """Bytes of a room that one transport has not confirmed go over another one; decode shuts out the lost transport."""
+    """Bytes of a room that one transport has not confirmed go over another; decode shuts out the lost transport."""
 
     rank: Rank
     lost: str
@@ -142,23 +183,22 @@ class PrefixMatched(RoomFact):
 
 
 class PromptNotKept(RoomFact, line="warning prefix_not_kept reason", seldom=""):
-    """Nothing more of a room stays for others, though the room has page keys."""
+    """No further pages of a room are cached, although the room has page keys."""
 
     reason: str
 
 
 class DisputedPagesDropped(RoomFact, line="warning disputed_pages_dropped page dropped_pages=dropped read_pages=read"):
-    """Engines of a room say different tokens from this page on: the room's cached pages from there on are forgotten."""
+    """Engines of a room state different tokens from this page on, so its cached pages from there on are forgotten."""
 
     page: int
     dropped: int
-    """Pages that no request finds any more, including pages of other rooms that continue them."""
+    """Pages that no request finds any more, including pages of other rooms that continue them; `read` of them are still read."""
     read: int
-    """The dropped pages that are still read."""
 
 
 class PrefixesDropped(Fact, line="info prefixes_dropped pages read_pages=read"):
-    """Somebody had every cached prefix forgotten: so many pages, of which so many are still read."""
+    """Every cached prefix was forgotten on request: `pages` in all, of which `read` are still read."""
 
     pages: int
     read: int
@@ -182,14 +222,13 @@ class CopyEnded(Fact):
     busy_s: float
     """How long the slowest rank was copying."""
     seconds: float
-    """From the order to its end."""
     code: str = ""
-    """Why the order has failed; empty when it has not."""
+    """Why the order failed; empty when it succeeded."""
     reason: str = ""
 
 
 class RequestAnswered(Fact):
-    """A request for a room has been answered, or its caller has left (`code`); `code` is empty when it was admitted."""
+    """A request for a room was answered, or its caller left; `code` is empty when the room was admitted."""
 
     room: int
     generation: int
@@ -199,7 +238,7 @@ class RequestAnswered(Fact):
 
 
 class EndReserved(Fact):
-    """Bootstrap: a daemon has been asked to reserve one end of a room; `code` says why the daemon has not."""
+    """Bootstrap: a daemon was asked to reserve one end of a room; `code` says why it refused, empty when it did not."""
 
     room: int
     generation: int
@@ -211,10 +250,9 @@ class EndReserved(Fact):
 
 
 class PairingEnded(Fact):
-    """Bootstrap: a request for a pair has been answered: `paired`, `cancelled` by its caller, or the code of its error."""
+    """Bootstrap: a request for a pair was answered: `paired`, `cancelled` by its caller, or an error's code. No ticket: no room."""
 
     room: int | None
-    """None when no ticket was given."""
     generation: int
     seconds: float
     outcome: str
@@ -222,7 +260,7 @@ class PairingEnded(Fact):
 
 
 class PrefixGuessed(Fact):
-    """Bootstrap: how good the guess was who holds the beginning of a prompt, for one side of a pair."""
+    """Bootstrap: how good the guess was which instance holds the beginning of a prompt, for one side of a pair."""
 
     role: str
     guess: str
@@ -236,27 +274,16 @@ class RequestRefused(Fact):
 
 
 class RoomMessageRefused(RoomFact, line="warning room_message_refused rank code", seldom="code"):
-    """A message of a peer or of a rank worker about a room was refused; `code` is one of few words."""
+    """A message of a peer, or of the rank worker `rank`, about a room was refused; `code` is one of few words."""
 
     code: str
     rank: str = ""
-    """The rank worker's; empty for a peer."""
-
-
-class WaitOutcome(StrEnum):
-    """How a wait for pages ended."""
-
-    ADMITTED = "admitted"
-    REFUSED = "refused"
-    TIMEOUT = "timeout"
-    LEFT = "left"
-    """Its client went away."""
 
 
 class RequestWaited(Fact):
-    """A request does not wait for pages any more."""
+    """A request has stopped waiting for pages: `admitted`, `refused`, `timeout`, or `left` by its client."""
 
-    outcome: WaitOutcome
+    outcome: str
     seconds: float
     client: str = ""
 
@@ -275,14 +302,14 @@ class PeerAccepted(PeerFact, line="info peer_accepted features"):
 
 
 class PeerRejected(PeerFact, line="warning peer_rejected code reason", problem="peer rejected"):
-    """A handshake has failed, on whichever side: no room goes between both nodes (any more)."""
+    """A handshake has failed on either side: no room goes between both nodes (any more)."""
 
     code: str
     reason: str
 
 
 class PeerLost(PeerFact, line="warning peer_lost reason", problem="peer lost"):
-    """A peer is gone, silent, or another incarnation: rooms do not rely on the peer any more."""
+    """A peer is gone, silent, or another incarnation; rooms with it have failed."""
 
     reason: str
 
@@ -372,23 +399,58 @@ class EngineFact(Fact):
 
 
 class EngineAttached(EngineFact, line="info engine_attached engine pid ranks"):
-    """An engine has attached to ranks of this node. `pid` is the kernel's word, 0 for another pid namespace."""
+    """An engine has attached to ranks of this node. `pid` comes from the kernel; 0: another pid namespace."""
 
     pid: int
     ranks: tuple[Rank, ...]
 
 
 class EngineLeft(EngineFact, line="info engine_left engine"):
-    """An engine has said that it leaves and uses no page any more."""
+    """An engine has left, and uses no page any more."""
 
 
 class EngineLost(EngineFact, line="warning engine_lost engine reason pages_wait", problem="engine lost"):
-    """An engine's connection has ended, or the memory that it was attached to is gone."""
+    """An engine's connection has ended, or its memory is gone; `pages_wait`: pages wait for the end of its process."""
 
     reason: str
     pages_wait: bool = False
-    """Whether pages wait for the end of the engine's process."""
 
 
 class EngineEnded(EngineFact, line="info engine_ended engine"):
-    """The process of a lost engine has ended, for whose end pages waited."""
+    """Pages waited for the end of a lost engine's process, and it has ended."""
+
+
+Reader = Mapping[type[Fact], Callable[[float, Any], None]]
+"""Functions by kind of fact (a base class stands for all kinds below it), called with monotonic seconds and the fact."""
+
+
+class EventStream:
+    """Hands each fact to every reader at once, in the order in which readers were added. Used from the event loop's thread only.
+
+    A reader must not raise, and must not emit.
+    """
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._readers: list[Reader] = []
+        self._calls: dict[type[Fact], tuple[Callable[[float, Any], None], ...]] = {}
+        """The calls for each kind that has occurred; few readers want a fact, and a room has many facts."""
+
+    def add_reader(self, reader: Reader) -> None:
+        """Hand every fact of the reader's kinds to it from now on."""
+        self._readers.append(reader)
+        self._calls.clear()
+
+    def frame_refused(self, kind: str, detail: str) -> None:
+        """Emit `FrameRefused`. Sockets call this."""
+        self.emit(FrameRefused(kind=kind, detail=detail))
+
+    def emit(self, fact: Fact) -> None:
+        """Hand out a fact that has happened now."""
+        kind, now_s = type(fact), self._clock()
+        if kind not in self._calls:
+            self._calls[kind] = tuple(
+                call for reader in self._readers for known, call in reader.items() if issubclass(kind, known)
+            )
+        for call in self._calls[kind]:
+            call(now_s, fact)

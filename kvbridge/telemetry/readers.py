@@ -1,4 +1,4 @@
-"""Readers that turn facts into metrics and into lines of the log."""
+"""The reader that turns facts into metrics and into lines of the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry import metrics as m
 from kvbridge.telemetry.facts import (
     CopyEnded,
+    Fact,
+    FrameRefused,
     MemoryRegistered,
+    MessagesResent,
     MessageUndelivered,
     OrderBegan,
     OrderEnded,
@@ -25,6 +28,7 @@ from kvbridge.telemetry.facts import (
     PhasesEnded,
     PrefixMatched,
     RankReceived,
+    Reader,
     RequestRefused,
     RequestWaited,
     RoomEntered,
@@ -35,23 +39,61 @@ from kvbridge.telemetry.facts import (
 )
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.registry import BusyTime, Metrics
-from kvbridge.telemetry.stream import Fact, FrameRefused, MessagesResent, Reader
 
 log = structlog.get_logger(__name__)
 
 KNOWN_NAMES = 1_024
 UNKNOWN = "unknown"
-"""The name of a peer that was never accepted, and of the transport of an older peer."""
+"""The name of a peer that was never accepted, or long ago, and of the transport of an older peer."""
 WHOLE = "admit_to_claim"
 """The phase that has a metric of its own."""
 
 
-class PeerNames:
-    """A reader of facts that keeps the names of peers' incarnations. It is added to the stream before its users."""
+class NodeReader:
+    """Counts facts in a node's metrics, and writes them to its log; knows the names of peers.
 
-    def __init__(self) -> None:
+    Each fact that declares a line has one in the log, and so have rooms that ended and copies that failed. Unauthenticated callers
+    can cause some of these lines, and many rooms others: `seldom` limits their number.
+    """
+
+    def __init__(self, metrics: Metrics, seldom: Seldom) -> None:
+        self._metrics = metrics
+        self._seldom = seldom
+        # A module's logger is made anew for each line, also for a line that is not written; a room has many.
+        self._rooms = log.bind()
         self._names: dict[str, str] = {}
-        self.table: Reader = {PeerAccepted: self._accepted}
+        """Names of incarnations of peers, from their handshakes."""
+        self._registered: dict[Rank, float] = {}
+        self._under_way: dict[int, BusyTime] = {}
+        """By order, the busy time to which the order adds."""
+        count, name = metrics.count, self._name
+        lines = dict.fromkeys((kind for kind in Fact.kinds if kind.line), self._line)
+        self.tables: tuple[Reader, ...] = (
+            {PeerAccepted: self._accepted},
+            {
+                RoomEntered: self._room,
+                OrderBegan: self._order_began,
+                OrderEnded: self._order_ended,
+                RankReceived: self._received,
+                PhasesEnded: self._phases_ended,
+                PagesDiffer: lambda _, fact: count(m.DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
+                PrefixMatched: self._prefix_matched,
+                SparseDecoded: self._sparse_decoded,
+                CopyEnded: self._copied,
+                RequestRefused: lambda _, fact: count(m.REFUSED, fact.code),
+                RoomMessageRefused: lambda _, fact: count(m.MESSAGES_REFUSED, fact.code),
+                RequestWaited: lambda _, fact: metrics.observe(m.WAIT, fact.seconds, fact.outcome),
+                PeerRejected: lambda _, fact: count(m.PEER_FAILURES, name(fact.peer), fact.code),
+                PeerLost: lambda _, fact: count(m.PEER_FAILURES, name(fact.peer), "lost"),
+                PathLost: lambda _, fact: count(m.PEER_FAILURES, name(fact.peer), "path_lost"),
+                FrameRefused: lambda _, fact: count(m.FRAMES_REFUSED, fact.kind),
+                MessagesResent: lambda _, fact: count(m.RESENT, by=fact.count),
+                MessageUndelivered: lambda _, __: count(m.UNDELIVERED),
+                MemoryRegistered: self._memory_registered,
+                WorkerLost: self._worker_lost,
+            },
+            {**lines, RoomEntered: self._tell_room, CopyEnded: self._tell_copy},
+        )
 
     def _accepted(self, _now_s: float, fact: PeerAccepted) -> None:
         self._names.pop(fact.peer, None)
@@ -59,43 +101,8 @@ class PeerNames:
         if len(self._names) > KNOWN_NAMES:
             del self._names[next(iter(self._names))]
 
-    def get(self, peer: str) -> str:
-        """Return `instance/node` of an incarnation; `unknown` for one that was never accepted, or long ago."""
+    def _name(self, peer: str) -> str:
         return self._names.get(peer, UNKNOWN)
-
-
-class MetricsReader:
-    """Counts facts in the metrics of a node."""
-
-    def __init__(self, metrics: Metrics, names: PeerNames) -> None:
-        self._metrics = metrics
-        self._names = names
-        self._registered: dict[Rank, float] = {}
-        self._under_way: dict[int, BusyTime] = {}
-        """By order, the busy time to which the order adds."""
-        count = metrics.count
-        self.table: Reader = {
-            RoomEntered: self._room,
-            OrderBegan: self._order_began,
-            OrderEnded: self._order_ended,
-            RankReceived: self._received,
-            PhasesEnded: self._phases_ended,
-            PagesDiffer: lambda _, fact: count(m.DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
-            PrefixMatched: self._prefix_matched,
-            SparseDecoded: self._sparse_decoded,
-            CopyEnded: self._copied,
-            RequestRefused: lambda _, fact: count(m.REFUSED, fact.code),
-            RoomMessageRefused: lambda _, fact: count(m.MESSAGES_REFUSED, fact.code),
-            RequestWaited: lambda _, fact: metrics.observe(m.WAIT, fact.seconds, fact.outcome.value),
-            PeerRejected: lambda _, fact: count(m.PEER_FAILURES, names.get(fact.peer), fact.code),
-            PeerLost: lambda _, fact: count(m.PEER_FAILURES, names.get(fact.peer), "lost"),
-            PathLost: lambda _, fact: count(m.PEER_FAILURES, names.get(fact.peer), "path_lost"),
-            FrameRefused: lambda _, fact: count(m.FRAMES_REFUSED, fact.kind),
-            MessagesResent: lambda _, fact: count(m.RESENT, by=fact.count),
-            MessageUndelivered: lambda _, __: count(m.UNDELIVERED),
-            MemoryRegistered: self._memory_registered,
-            WorkerLost: self._worker_lost,
-        }
 
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:
@@ -104,20 +111,20 @@ class MetricsReader:
         if fact.limit:
             self._metrics.count(m.ENDED_BY_LIMIT, fact.limit)
         if fact.state is RoomState.FAILED and fact.peer:
-            self._metrics.count(m.PEER_FAILURES, self._names.get(fact.peer), fact.code)
+            self._metrics.count(m.PEER_FAILURES, self._name(fact.peer), fact.code)
 
     def _order_began(self, now_s: float, fact: OrderBegan) -> None:
-        busy = self._metrics.busy(m.SENT, fact.transport, self._names.get(fact.peer))
+        busy = self._metrics.busy(m.SENT, fact.transport, self._name(fact.peer))
         self._under_way[fact.order] = busy
         busy.begin(now_s)
 
     def _order_ended(self, now_s: float, fact: OrderEnded) -> None:
         self._under_way.pop(fact.order).end(now_s)
         if fact.amounts:
-            self._metrics.transferred(fact.amounts, m.SENT, fact.transport, self._names.get(fact.peer))
+            self._metrics.transferred(fact.amounts, m.SENT, fact.transport, self._name(fact.peer))
 
     def _received(self, now_s: float, fact: RankReceived) -> None:
-        way = m.RECEIVED, fact.transport or UNKNOWN, self._names.get(fact.peer)
+        way = m.RECEIVED, fact.transport or UNKNOWN, self._name(fact.peer)
         self._metrics.transferred(fact.amounts, *way)
         busy = self._metrics.busy(*way)
         for began_ago_s, ended_ago_s in fact.under_way_ago_s:
@@ -152,20 +159,7 @@ class MetricsReader:
         if fact.cause:
             self._metrics.count(m.WORKER_RESTARTS, fact.cause)
 
-
-class LogReader:
-    """Writes a line for each fact that declares one, for each room that ended and for each copy that failed.
-
-    Unauthenticated callers can cause some of these lines, and many rooms others: `seldom` limits their number.
-    """
-
-    def __init__(self, names: PeerNames, seldom: Seldom) -> None:
-        self._names = names
-        self._seldom = seldom
-        # A module's logger is made anew for each line, also for a line that is not written; a room has many.
-        self._rooms = log.bind()
-        lines = dict.fromkeys((kind for kind in Fact.kinds if kind.line), self._line)
-        self.table: Reader = {**lines, RoomEntered: self._room, CopyEnded: self._copy}
+    # ------------------------------------------------------------------ the log
 
     def _line(self, _now_s: float, fact: Fact) -> None:
         level, event, *keys = fact.line.split()
@@ -175,7 +169,7 @@ class LogReader:
         shown = {key: _shown(value) for key, value in named.items() if value != ""}
         getattr(log, level)(event, **self._whose(fact), **shown)
 
-    def _room(self, _now_s: float, fact: RoomEntered) -> None:
+    def _tell_room(self, _now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:
             if self._rooms.is_enabled_for(logging.DEBUG):
                 self._rooms.debug("room_entered", **self._whose(fact), state=fact.state.value)
@@ -198,7 +192,7 @@ class LogReader:
             limit = {"limit": fact.limit} if fact.limit else {}
             self._rooms.warning("room_ended", **facts, code=fact.code, reason=fact.reason, **limit)
 
-    def _copy(self, _now_s: float, fact: CopyEnded) -> None:
+    def _tell_copy(self, _now_s: float, fact: CopyEnded) -> None:
         about = {"direction": fact.direction, "pages": fact.pages}
         if not fact.code:
             log.debug("pages_copied", **about, bytes=fact.bytes, seconds=round(fact.seconds, 4))
@@ -211,7 +205,7 @@ class LogReader:
         if isinstance(fact, RoomFact):
             told = {"room": fact.room, "generation": fact.generation}
         if isinstance(fact, RoomFact | PeerFact) and fact.peer:
-            told |= {"peer": fact.peer, "peer_name": self._names.get(fact.peer)}
+            told |= {"peer": fact.peer, "peer_name": self._name(fact.peer)}
         return told
 
 

@@ -12,15 +12,16 @@ from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.facts import (
     CopyEnded,
+    Fact,
     OrderEnded,
     PrefixMatched,
     RankReceived,
+    Reader,
     RequestAnswered,
     RoomEntered,
     RoomFact,
 )
 from kvbridge.telemetry.metrics import DIRECTIONS
-from kvbridge.telemetry.stream import Fact, Reader
 
 RECENT_PROBLEMS = 50
 RECENT_PEERS = 256

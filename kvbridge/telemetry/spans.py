@@ -19,6 +19,7 @@ from kvbridge.telemetry.facts import (
     OrderEnded,
     PairingEnded,
     PhasesEnded,
+    Reader,
     RequestAnswered,
     RoomBegun,
     RoomEntered,
@@ -27,7 +28,6 @@ from kvbridge.telemetry.facts import (
     RoomOffered,
 )
 from kvbridge.telemetry.recent import Recent, Timeline
-from kvbridge.telemetry.stream import Reader
 
 MAX_ORDERS = 32
 """The first orders of a room are spans of their own; a long prompt on many ranks has thousands."""

@@ -22,7 +22,7 @@ from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.rooms import RoomParts
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.prefix_cache import PrefixCache

@@ -51,8 +51,15 @@ from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room import Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
-from kvbridge.telemetry.facts import PagesDiffer, RequestRefused, RequestWaited, RoomEntered, RoomMessageRefused
-from kvbridge.telemetry.stream import EventStream, Fact
+from kvbridge.telemetry.facts import (
+    EventStream,
+    Fact,
+    PagesDiffer,
+    RequestRefused,
+    RequestWaited,
+    RoomEntered,
+    RoomMessageRefused,
+)
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page

@@ -45,7 +45,7 @@ from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.rooms import RoomParts
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, PREFILL_LIMITS, R0, EngineVerbs, manifest, welcome_of
 from tests.helpers.simulated_memory import GARBAGE, PAGES, RANKS, EnginePool, Memory, pages_sent
 

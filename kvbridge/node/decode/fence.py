@@ -28,8 +28,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.accounts.pages import Owner
-from kvbridge.telemetry.facts import FenceBegan, WritersShutOut
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream, FenceBegan, WritersShutOut
 
 if TYPE_CHECKING:
     from kvbridge.node.decode.writers import Writers

@@ -34,8 +34,7 @@ from kvbridge.core.wire.messages import (
     Welcome,
     agree,
 )
-from kvbridge.telemetry.facts import PeerAccepted, PeerLost, PeerRejected
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream, PeerAccepted, PeerLost, PeerRejected
 
 if TYPE_CHECKING:
     from kvbridge.node.decode.writers import Writers

@@ -46,8 +46,7 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.workers import WorkerSet
-from kvbridge.telemetry.facts import PathLost, PathsFound, PeerAccepted, PeerLost, PeerRejected
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream, PathLost, PathsFound, PeerAccepted, PeerLost, PeerRejected
 
 if TYPE_CHECKING:
     from kvbridge.node.prefill.rooms import PrefillRooms

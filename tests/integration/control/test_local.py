@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.control import processes
-from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer, framed
+from kvbridge.control.local import LocalClient, LocalServer, framed
 from kvbridge.control.runtime_directory import prepare_runtime_directory
 from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
@@ -33,10 +33,9 @@ class Node:
         self.events, self.handler = [], None
         self.pids, self.follows = [], False
         self._changed = asyncio.Event()
-        callbacks = LocalCallbacks(
-            self._on_message, self._on_gone, on_refused=lambda kind, _detail: self._note("refused", str(kind))
-        )
-        self.server = LocalServer("node", path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
+        refused = lambda kind, _detail: self._note("refused", str(kind))  # noqa: E731
+        calls = {"on_message": self._on_message, "on_gone": self._on_gone, "on_refused": refused}
+        self.server = LocalServer("node", path, WORKER_TO_NODE, NODE_TO_WORKER, **calls)
         self.closers = [self.server.close]
 
     def _note(self, *event):
@@ -196,6 +195,15 @@ async def test_neither_end_waits_for_one_that_does_not_read(node):
     big = (bytes(1 << 20), bytes(1 << 20))
     sent = sent_until(CapacityError, lambda number: node.server.send(name, ConnectPeer(peer=str(number), ranks=big)))
     assert [message.peer for message in await told(client, sent)] == list(map(str, range(sent)))
+
+
+async def test_a_burst_of_small_messages_leaves_without_another_call_of_the_client(node):
+    """An engine may post for many rooms in one step, and call nothing more for a long time."""
+    client, _ = await node.joined()
+    node.events.clear()
+    for _ in range(500):
+        client.send(Heartbeat())
+    await node.until(lambda: len(node.events) == 500)
 
 
 def raw(path):

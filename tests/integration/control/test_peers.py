@@ -18,11 +18,10 @@ import pytest
 import pytest_asyncio
 import zmq
 
-from kvbridge.control.gate import ConnectionLimit
 from kvbridge.control.keys import generate_keys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
-from kvbridge.control.sockets import SocketContext
+from kvbridge.control.sockets import ConnectionLimit, SocketContext
 from kvbridge.core.errors import ConfigError, ConflictError, InvalidInputError
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER, Envelope
 from kvbridge.core.wire.messages import Drained, Heartbeat

@@ -2,7 +2,7 @@
 
 import errno
 
-from kvbridge.control.listeners import bind_error
+from kvbridge.control.sockets import bind_error
 from kvbridge.core.errors import ConflictError
 
 

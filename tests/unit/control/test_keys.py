@@ -10,9 +10,9 @@ import zmq
 from structlog.testing import capture_logs
 from zmq.utils import z85
 
-from kvbridge.control.gate import ZAP_ENDPOINT, Authenticator, Gate
 from kvbridge.control.keys import (
     CurveKeys,
+    Gate,
     check_key,
     generate_keys,
     load_keys,
@@ -20,7 +20,7 @@ from kvbridge.control.keys import (
     write_keys,
     write_secret,
 )
-from kvbridge.control.sockets import SocketContext
+from kvbridge.control.sockets import ZAP_ENDPOINT, Authenticator, SocketContext
 from kvbridge.core.errors import ConfigError, ConflictError
 
 ONE, TWO, THREE = (generate_keys().public for _ in range(3))

@@ -20,7 +20,6 @@ from kvbridge.daemon.node import TICK_S
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.telemetry.facts import PairingEnded
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.span_collector import span_collector
 

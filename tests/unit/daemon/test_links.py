@@ -24,7 +24,7 @@ from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, 
 from kvbridge.daemon.decode import PrefillLinks
 from kvbridge.daemon.parts import EngineSocket, NodeParts
 from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.facts import EventStream
 from tests.helpers.local_servers import held_ports
 from tests.helpers.node_bench import FakeServer
 

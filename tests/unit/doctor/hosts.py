@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
-from kvbridge.control.listeners import TcpListener
+from kvbridge.control.processes import TcpListener
 from kvbridge.doctor.findings import Needs, Port
 from kvbridge.doctor.machine import Directory, Gpu, Limit, Machine, SharedDirectory
 from kvbridge.doctor.network import Interface, Network, RdmaPort

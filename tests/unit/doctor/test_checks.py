@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbridge.config.transports import MooncakeSettings, NixlSettings
-from kvbridge.control.listeners import TcpListener
+from kvbridge.control.processes import TcpListener
 from kvbridge.doctor.findings import Finding, Level, Needs
 from kvbridge.doctor.machine import Directory, Limit, SharedDirectory
 from kvbridge.doctor.reach import Answer, Handshake

@@ -22,8 +22,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
 )
 from kvbridge.node.workers import WorkerState
-from kvbridge.telemetry.facts import MemoryRegistered, SuccessorsFailed
-from kvbridge.telemetry.stream import FrameRefused
+from kvbridge.telemetry.facts import FrameRefused, MemoryRegistered, SuccessorsFailed
 from tests.helpers.node_bench import WorkerBench, setup
 from tests.helpers.rooms import R0, R1, manifest
 

@@ -12,7 +12,10 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.facts import (
+    EventStream,
+    Fact,
     MemoryRegistered,
+    MessagesResent,
     OrderBegan,
     OrderEnded,
     PeerAccepted,
@@ -25,9 +28,8 @@ from kvbridge.telemetry.facts import (
     WorkerStarted,
 )
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
+from kvbridge.telemetry.readers import NodeReader
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.stream import EventStream, Fact, MessagesResent
 from tests.helpers.manual_clock import ManualClock
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
@@ -48,9 +50,8 @@ class Counted:
         self.clock = ManualClock()
         self.metrics = Metrics(role="prefill", clock=self.clock)
         self.events = EventStream(self.clock)
-        names = PeerNames()
-        self.events.add_reader(names.table)
-        self.events.add_reader(MetricsReader(self.metrics, names).table)
+        for table in NodeReader(self.metrics, Seldom(self.metrics.line_left_out, clock=self.clock)).tables:
+            self.events.add_reader(table)
         self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
 
     def sample(self, name: str, **labels: str) -> float:
@@ -130,29 +131,16 @@ def test_what_was_cached_is_counted(counted: Counted) -> None:
     assert counted.sample("kvbridge_prefix_tokens_total", outcome="miss") == 88
 
 
-class Logged:
-    def __init__(self) -> None:
-        self.clock = ManualClock()
-        self.metrics = Metrics(role="prefill")
-        names = PeerNames()
-        self.seldom = Seldom(self.metrics.line_left_out, clock=self.clock)
-        self.events = EventStream(self.clock)
-        for reader in (names, LogReader(names, self.seldom)):
-            self.events.add_reader(reader.table)
-        self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
-
-
-def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed() -> None:
-    logged = Logged()
+def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed(counted: Counted) -> None:
     about = {"age_s": 0.25, "prompt_tokens": 5, "prefix_tokens": 4, "computed_tokens": 2, "bytes": 584}
     ids = {"request_id": "r-1", "trace_id": "4bf9"}
     with capture_logs() as lines:
-        logged.events.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED, **about, ids=ids))
+        counted.events.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED, **about, ids=ids))
         late = RoomEntered(
             **ROOM, state=RoomState.FAILED, code="deadline", reason="late", limit="timeouts.room_s", **about
         )
-        logged.events.emit(late)
-        logged.events.emit(OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
+        counted.events.emit(late)
+        counted.events.emit(OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
     told = {"event": "room_ended", **ROOM, "peer_name": "decode-0/node-0", **about}
     assert lines == [
         {**told, "log_level": "info", "state": "completed", **ids},

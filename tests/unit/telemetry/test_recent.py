@@ -16,7 +16,6 @@ from kvbridge.telemetry.recent import (
     RECENT_PROBLEMS,
     Recent,
 )
-from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
 
 R0 = Rank(pp=0, tp=0)

@@ -10,6 +10,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.context import TraceContext, begin_with
 from kvbridge.telemetry.facts import (
+    EventStream,
     OrderBegan,
     OrderEnded,
     PairingEnded,
@@ -22,7 +23,6 @@ from kvbridge.telemetry.facts import (
 )
 from kvbridge.telemetry.recent import Recent
 from kvbridge.telemetry.spans import MAX_ORDERS, PARTS, Span, SpanReader
-from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
 
 RANK = Rank(pp=0, tp=0)
