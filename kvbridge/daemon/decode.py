@@ -25,6 +25,7 @@ from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.room_pages import RoomSettings
+from kvbridge.telemetry.facts import MessagesResent
 
 KEPT_SHARE = 4
 """One in so many links is kept for addresses that have answered before, so that those who name wrong ones do not take them all."""

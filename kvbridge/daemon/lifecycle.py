@@ -24,6 +24,7 @@ from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.server import Application, HttpServer, TlsFiles
 from kvbridge.processes import affordable
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
+from kvbridge.telemetry.facts import EventStream
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.recent import Recent
 from kvbridge.telemetry.registry import Metrics

@@ -23,6 +23,7 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.prefill.decode_nodes import DecodeNodes, Ended
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
+from kvbridge.telemetry.facts import MessagesResent
 
 
 def prefill_daemon(config: PrefillConfig) -> NodeDaemon:

@@ -18,7 +18,7 @@ from kvbridge.daemon import node as node_module
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.daemon.node import TICK_S
 from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.telemetry.facts import PairingEnded
+from kvbridge.telemetry.facts import EventStream, PairingEnded
 from kvbridge.telemetry.registry import Metrics
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.span_collector import span_collector

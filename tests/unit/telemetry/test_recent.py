@@ -8,7 +8,15 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
-from kvbridge.telemetry.facts import OrderEnded, PeerLost, RankReceived, RoomEntered, RoomMessageRefused, WorkerLost
+from kvbridge.telemetry.facts import (
+    EventStream,
+    OrderEnded,
+    PeerLost,
+    RankReceived,
+    RoomEntered,
+    RoomMessageRefused,
+    WorkerLost,
+)
 from kvbridge.telemetry.recent import (
     KEPT_ENDED,
     MAX_FACTS_OF_KIND,
