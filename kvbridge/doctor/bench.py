@@ -40,8 +40,8 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, Closing, monotonic
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
+from kvbridge.transport import create_transport
 from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport
-from kvbridge.transport.registry import create_transport
 
 MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB

@@ -2,16 +2,15 @@
 
 For many short stretches the kernel is faster than the copy engines, which need about 2 us for each; for long ones it is not.
 
-On the processor no compiler is assumed, so the copies are made by libc through ctypes, one call (0.3 us) a stretch. Where that call
-costs more than a second copy in cache would, below 8 KiB, numpy gathers many equally long stretches into a buffer
-and scatters them from there. Both let go of the interpreter lock while bytes move.
+The processor's copies need no compiler: libc makes them through ctypes, one call (0.3 us) a stretch. Below 8 KiB that call costs
+more than a second copy in cache, so numpy gathers many equally long stretches into a buffer and scatters them from there. Both let
+go of the interpreter lock while bytes move.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -25,52 +24,35 @@ from kvbridge.kernels.cuda import programs
 from kvbridge.kernels.cuda.staging import Segments, StagingPool
 
 SEGMENT_BYTES = 4096
-"""What a warp copies at once."""
+"""Bytes that a warp copies at once."""
 THREADS = 512
 DEFAULT_BLOCKS = 32
 """Enough to read host memory at the speed of the link; between devices more are faster."""
 
 
-class Copier(Closing):
-    """Copies stretches of memory. For one thread at a time."""
+class StretchCopier(Closing):
+    """Copies stretches of device memory, of host memory that is registered with CUDA, and of peers' device memory.
 
-    @abstractmethod
-    def submit(self, operations: Operations, *, stream: int) -> None:
-        """Have all bytes copied, in stream order; the arrays may be dropped at once.
+    For one thread at a time. Nothing on the host waits. Staging for the arrays of all submissions that run at once (about 60 bytes
+    an operation on either side) is kept and reused. Without a device the processor copies, and is done when `submit` returns.
+    """
+
+    def __init__(self, device: int | None, *, blocks: int = DEFAULT_BLOCKS) -> None:
+        """`device`: a CUDA ordinal, or None for the processor. `blocks`: the most blocks of 512 threads for one submission."""
+        self._blocks = blocks
+        self._staging: StagingPool | None = None
+        if device is not None:
+            self._kernel = programs.kernel(source(), "copy_stretches", device)
+            self._staging = StagingPool(device)
+
+    def submit(self, operations: Operations, *, stream: int = 0) -> None:
+        """Have all bytes copied, in stream order; the arrays may be dropped at once. The stream is not being captured into a graph.
 
         Addresses are those of this process, and stay valid until the copies are done: this is not checked.
         """
-
-    def reserve(self, operations: int, submissions: int) -> None:
-        """Get ready for so many submissions at once of so many operations, so that none of them allocates."""
-
-    def close(self) -> None:
-        """Wait for what was submitted, and give everything back. Harmless when closed."""
-
-
-class ProcessorCopier(Copier):
-    """Copies memory of the CPU; done when `submit` returns. `stream` means nothing here."""
-
-    def submit(self, operations: Operations, *, stream: int = 0) -> None:
-        del stream
-        copy_operations(operations.source, operations.destination, operations.length)
-
-
-class StretchCopier(Copier):
-    """Copies stretches of device memory, of host memory that is registered with CUDA, and of peers' device memory.
-
-    Nothing on the host waits. Holds staging for the arrays of as many submissions as run at once (about 60 bytes an operation on
-    either side), and reuses it. `stream` is not being captured into a graph.
-    """
-
-    def __init__(self, device: int, *, blocks: int = DEFAULT_BLOCKS) -> None:
-        """`blocks`: the most blocks of 512 threads that one submission uses."""
-        self.device = device
-        self._blocks = blocks
-        self._kernel = programs.kernel(source(), "copy_stretches", device)
-        self._staging = StagingPool(device)
-
-    def submit(self, operations: Operations, *, stream: int) -> None:
+        if self._staging is None:
+            copy_operations(operations.source, operations.destination, operations.length)
+            return
         if not len(operations):
             return
         segments = Segments.of(operations.destination, operations.length, SEGMENT_BYTES)
@@ -83,20 +65,20 @@ class StretchCopier(Copier):
         self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream)
         staging.record(stream)
 
+    def reserve(self, operations: int, submissions: int) -> None:
+        """Get ready for so many submissions at once of so many operations, so that none of them allocates."""
+        if self._staging is not None:
+            self._staging.reserve(operations * (3 * 8 + 4), submissions)
+
     def warm_up(self) -> None:
         """Have the kernel loaded: its first launch waits for all that the device is doing."""
-        self._kernel.launch([0] * 6, grid=1, block=THREADS, stream=0)
-
-    def reserve(self, operations: int, submissions: int) -> None:
-        self._staging.reserve(operations * (3 * 8 + 4), submissions)
+        if self._staging is not None:
+            self._kernel.launch([0] * 6, grid=1, block=THREADS, stream=0)
 
     def close(self) -> None:
-        self._staging.close()
-
-
-def copier(device: int | None) -> Copier:
-    """Return what copies on a CUDA ordinal, or on the processor for None."""
-    return ProcessorCopier() if device is None else StretchCopier(device)
+        """Wait for what was submitted, and give everything back. Harmless when closed."""
+        if self._staging is not None:
+            self._staging.close()
 
 
 def source() -> programs.Source:
@@ -149,7 +131,6 @@ def _by_length(lengths: AddressArray) -> Iterator[tuple[int, npt.NDArray[np.intp
 
 
 def _copy_equal(source: AddressArray, destination: AddressArray, length: int) -> None:
-    """Copy stretches of one length, by way of a buffer."""
     origins, source_offsets = _items(source, length)
     targets, destination_offsets = _items(destination, length)
     step = max(1, GATHER_BUFFER_BYTES // length)
@@ -159,10 +140,10 @@ def _copy_equal(source: AddressArray, destination: AddressArray, length: int) ->
 
 
 def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
-    """See memory as an array in which item i is the `length` bytes from byte i on; with it, each address's index.
+    """Return memory as an array in which item i is the `length` bytes from byte i on, and each address's index in it.
 
     Byte 0 is at the lowest address. Items overlap, and most of them may not be mapped; only those at the given
-    addresses are ever looked at.
+    addresses are ever read or written.
     """
     lowest = addresses.min()
     offsets = (addresses - lowest).astype(np.intp)
@@ -179,7 +160,7 @@ def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], 
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - any form of a dtype
-    """See memory of this process as an array; it must stay mapped for as long as the array is used."""
+    """Return memory of this process as an array; it must stay mapped for as long as the array is used."""
     buffer = (ctypes.c_uint8 * (math.prod(shape) * np.dtype(dtype).itemsize)).from_address(address)
     return np.frombuffer(buffer, dtype=dtype).reshape(shape)
 

@@ -18,10 +18,9 @@ from crc32c import crc32c
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.digests import ONE, ChecksumArray, bytes_power, followed_by
+from kvbridge.core.plan.operations import AddressArray
 from kvbridge.kernels.cuda import programs, runtime
 from kvbridge.kernels.cuda.staging import DeviceBytes, Segments, StagingPool
-
-AddressArray = npt.NDArray[np.uint64]
 
 _INVERTED = 0xFFFFFFFF
 """The library inverts the register before and after; with this as its start, the inversion before is undone."""
@@ -37,8 +36,8 @@ def raw_checksums(
     """Return the raw CRC-32C (register 0 at the start, no inversion) of `lengths[i]` bytes from `addresses[i]`, for every i.
 
     Arrays of equal length; addresses of this process, mapped and not written while the call lasts; lengths of at least 1.
-    `device`: CUDA ordinal of VRAM; whatever wrote the bytes there is done, not only submitted. Waits until the answer is
-    there. Raises UnsupportedError for memory that cannot be read here, TransportError when the device fails.
+    `device`: CUDA ordinal of VRAM, where every write of the bytes is done, not only submitted. Waits for the result. Raises
+    UnsupportedError for memory that cannot be read here, TransportError when the device fails.
     """
     if memory is MemoryKind.VRAM:
         return _of_device(device).checksums(addresses, lengths)
@@ -50,7 +49,7 @@ def raw_checksums(
 
 
 def checksum(addresses: Iterable[int], lengths: Iterable[int]) -> int:
-    """Return the CRC-32C of stretches of this process's memory, as of one that they make together."""
+    """Return the CRC-32C of stretches of this process's memory, joined one after another."""
     value = 0
     for address, length in zip(addresses, lengths, strict=True):
         value = crc32c((ctypes.c_char * length).from_address(address), value)
@@ -81,7 +80,7 @@ THREADS = 512
 LEVELS = 4
 """Tables of 1,024 powers each: distances of up to 2^40 bytes."""
 BIAS_BYTES = 4096
-"""More than BATCH_ROWS rows, which is as far as a thread can end behind its stretch."""
+"""More than BATCH_ROWS rows, because a thread can end so far behind its stretch."""
 PERIOD = (1 << 31) - 1
 """x^PERIOD is 1, and so is x^(8 * PERIOD)."""
 
@@ -106,15 +105,28 @@ class DeviceDigest:
         self._tables = DeviceBytes(device, content.nbytes)
         self._tables.write(content)
 
-    def checksums(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]) -> ChecksumArray:
-        """Return the raw CRC-32C of each stretch of memory that the device reads. Lengths are at least 1. Waits for the device.
+    def checksums(self, addresses: AddressArray, lengths: npt.NDArray[np.int64]) -> ChecksumArray:
+        """Return the raw CRC-32C of each stretch; lengths are at least 1. Waits for this call's work, not for other streams.
 
-        Does not wait for other streams: what wrote the bytes is done. Raises TransportError when the device fails.
+        Raises TransportError when the device fails.
         """
         if not len(addresses):
             return np.empty(0, dtype=np.uint32)
+        segments = Segments.of(addresses, lengths, SEGMENT_BYTES)
+        results = np.zeros(len(addresses), dtype=np.uint32)
+        columns = (np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), segments.first, results)
+        stream = self._stream.handle
         with self._lock:
-            return self._checksums(addresses, lengths)
+            staging = self._staging.take(sum(column.nbytes for column in columns))
+            places = staging.put(columns)
+            staging.send(stream=stream)
+            grid = max(1, min(self._most_blocks, -(-segments.count // (THREADS // 32))))
+            arguments = [*places[:3], len(addresses), segments.count, places[3], self._tables.address]
+            self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream)
+            found = staging.fetch(places[3], results.nbytes, stream=stream)
+            staging.record(stream)
+            self._stream.synchronize()
+            return found.view(np.uint32).copy()
 
     def close(self) -> None:
         """Give everything back."""
@@ -122,26 +134,10 @@ class DeviceDigest:
         self._tables.close()
         self._stream.close()
 
-    def _checksums(self, addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.int64]) -> ChecksumArray:
-        segments = Segments.of(addresses, lengths, SEGMENT_BYTES)
-        results = np.zeros(len(addresses), dtype=np.uint32)
-        columns = (np.ascontiguousarray(addresses), np.ascontiguousarray(lengths), segments.first, results)
-        staging = self._staging.take(sum(column.nbytes for column in columns))
-        places = staging.put(columns)
-        stream = self._stream.handle
-        staging.send(stream=stream)
-        grid = max(1, min(self._most_blocks, -(-segments.count // (THREADS // 32))))
-        arguments = [*places[:3], len(addresses), segments.count, places[3], self._tables.address]
-        self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream)
-        found = staging.fetch(places[3], results.nbytes, stream=stream)
-        staging.record(stream)
-        self._stream.synchronize()
-        return found.view(np.uint32).copy()
-
 
 @cache
 def tables() -> ChecksumArray:
-    """Return `struct Tables` of `csrc/digest.cu`, flat: what each of a thread's 16 bytes becomes a row later, then the powers."""
+    """Return `struct Tables` of `csrc/digest.cu`, flat: the value of each of a thread's 16 bytes a row later, then the powers."""
     values = np.arange(256, dtype=np.uint32)
     parts = [
         followed_by(values << np.uint32(8 * (byte % 4)), np.full(256, ROW_BYTES - byte // 4 * 4))
@@ -153,7 +149,7 @@ def tables() -> ChecksumArray:
 
 
 def source() -> programs.Source:
-    """What is compiled."""
+    """Return what is compiled."""
     defines = {"SEGMENT": SEGMENT_BYTES, "BATCH": BATCH_ROWS, "THREADS": THREADS, "LEVELS": LEVELS, "BIAS": BIAS_BYTES}
     return programs.Source("digest", tuple(defines.items()))
 

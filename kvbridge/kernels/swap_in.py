@@ -93,7 +93,7 @@ class SwapInShape:
 
 @dataclass(frozen=True, slots=True)
 class SwapInState:
-    """Addresses of the arrays that live as long as the hot region; C order, made once, in the device's memory.
+    """Addresses of arrays that live as long as the hot region: C order, made once, in the device's memory.
 
     Before its first step a request's parts are: slot_of_row and row_of_slot -1, ages and tallies 0.
     """
@@ -115,10 +115,10 @@ class SwapInState:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """Where one layer's rows lie: pages on the host, and the hot region. Addresses as the device sees them."""
+    """Places of one layer's rows: pages on the host, and the hot region. Addresses as the device sees them."""
 
     host_addresses: tuple[int, ...]
-    """First page of each extent."""
+    """The first page of each extent."""
     pages_per_extent: int
     host_stride_bytes: int
     hot_address: int
@@ -127,7 +127,7 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Addresses of what changes from step to step, in the device's memory; the kernel may read them under graph replay."""
+    """Addresses of a step's arrays in the device's memory; the kernel may read them under graph replay."""
 
     batch: int
     request_slots: int
@@ -154,14 +154,14 @@ class SwapIn(ABC):
 
     @abstractmethod
     def swap_in(self, layer: int, step: Step, *, top_k: int, out: int, stream: int = 0) -> None:
-        """Do it for one layer, by its position in `layers`, in stream order.
+        """Swap the selected rows of one layer (its position in `layers`) in, in stream order.
 
-        `top_k`, `out`: addresses of int32 [batch, top_k]: selected rows, in any order, and physical rows for them.
+        `top_k`, `out`: addresses of int32 [batch, top_k]: selected rows, in any order, and the physical rows that they get.
         """
 
 
 class ReferenceSwapIn(SwapIn):
-    """The rules in numpy, over memory of this process. `stream` means nothing here."""
+    """The rules in numpy, over memory of this process."""
 
     def __init__(self, shape: SwapInShape, state: SwapInState, layers: Sequence[LayerMemory]) -> None:
         super().__init__(shape, state, layers)
@@ -175,7 +175,7 @@ class ReferenceSwapIn(SwapIn):
         self._rows = [self._memory(layer) for layer in self.layers]
 
     def swap_in(self, layer: int, step: Step, *, top_k: int, out: int, stream: int = 0) -> None:
-        """See `SwapIn.swap_in`; done when it returns."""
+        """Done when it returns."""
         del stream
         selected = array_at(top_k, (step.batch, self.shape.top_k), np.int32)
         found = array_at(out, (step.batch, self.shape.top_k), np.int32)
@@ -209,7 +209,7 @@ class ReferenceSwapIn(SwapIn):
         return rows[np.lexsort((rows % self.shape.slots_per_page, ranks))]
 
     def _give_way(self, layer: int, request: int, used: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.intp]:
-        """The slots that `count` missing rows take, in that order."""
+        """Return the slots that `count` missing rows take, in that order."""
         planes = self._bits(layer, request)
         ages = np.where(planes.any(axis=1), planes.argmax(axis=1), AGE_PLANES)
         free = np.ones(self.shape.hot_rows, dtype=np.bool_)
@@ -218,7 +218,7 @@ class ReferenceSwapIn(SwapIn):
         return slots[np.argsort(-ages[slots], kind="stable")][:count]
 
     def _bits(self, layer: int, request: int) -> npt.NDArray[np.bool_]:
-        """The planes of each slot: bool [hot_rows, 4]."""
+        """Return the age planes of each slot: bool [hot_rows, 4]."""
         words = self._ages[layer, request]
         bits = words[:, None, :] >> np.arange(32, dtype=np.uint32)[None, :, None] & np.uint32(1)
         planes: npt.NDArray[np.bool_] = bits.reshape(self.shape.hot_rows, AGE_PLANES).astype(np.bool_)
@@ -270,9 +270,9 @@ def _width(shape: SwapInShape) -> int:
 
 
 Rows = tuple[PageArray, int, npt.NDArray[np.integer]]
-"""Pages of one layer, how many rows a page holds, and rows of them. Row `r` lies in page `r // slots` at slot `r % slots`; a page
-holds, for each part of a row, that part of all its slots one after another. So a DeepSeek-V4 row (576, 8) lies in two places of its
-page; with one slot a page, rows are dense."""
+"""Pages of one layer, the rows that a page holds, and row numbers. Row `r` lies in page `r // slots` at slot `r % slots`; a page
+holds, for each part of a row, that part of all its slots one after another: a DeepSeek-V4 row (576, 8) lies in two places of its
+page. With one slot a page, rows are dense."""
 
 
 def copy_rows(source: Rows, destination: Rows, row_parts_bytes: Sequence[int]) -> None:
@@ -285,40 +285,3 @@ def copy_rows(source: Rows, destination: Rows, row_parts_bytes: Sequence[int]) -
         sides.append([pages.addresses(page, offset + slot * part)[0] for part, offset in each])
     for part_bytes, origins, targets in zip(row_parts_bytes, *sides, strict=True):
         copy_operations(origins, targets, np.full(len(origins), part_bytes, dtype=np.uint64))
-
-
-class AppendRows(ABC):
-    """New rows into the hot region of one layer, each to its physical row, its parts apart."""
-
-    def __init__(self, shape: SwapInShape) -> None:
-        """Only the form of pages and rows is taken from `shape`."""
-        self.shape = shape
-        self.row_bytes = sum(shape.row_parts_bytes)
-
-    @abstractmethod
-    def append(
-        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
-    ) -> None:
-        """Write `count` rows in stream order. Addresses, as the device sees them; all are multiples of 4.
-
-        `rows`: uint8 [count, row_bytes], C order. `places`: int32 [count], physical rows; negative: the row is skipped.
-        `hot_address`: first page of the layer's hot region.
-        """
-
-
-class ReferenceAppendRows(AppendRows):
-    """The same by address, over memory of this process. `stream` means nothing here."""
-
-    def append(
-        self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
-    ) -> None:
-        """See `AppendRows.append`; done when it returns."""
-        del stream
-        wanted = array_at(places, (count,), np.int32)
-        chosen = np.flatnonzero(wanted >= 0)
-        if len(chosen):
-            slots = self.shape.slots_per_page
-            new = PageArray.contiguous(rows, page_count=count, stride_bytes=self.row_bytes)
-            pages = 1 + int(wanted.max()) // slots
-            hot = PageArray.contiguous(hot_address, page_count=pages, stride_bytes=hot_stride_bytes)
-            copy_rows((new, 1, chosen), (hot, slots, wanted[chosen]), self.shape.row_parts_bytes)

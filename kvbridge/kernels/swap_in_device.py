@@ -1,4 +1,4 @@
-"""Swap-in and appended rows on a GPU: the kernels, and how swap-in is laid out for a batch."""
+"""Swap-in on a GPU and its layout for a batch; rows appended to the hot region."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbridge.core.geometry.costs import AGE_PLANES, TALLIES
+from kvbridge.core.plan.pages import PageArray
+from kvbridge.kernels.copies import array_at
 from kvbridge.kernels.cuda import programs, runtime
 from kvbridge.kernels.cuda.staging import DeviceBytes
-from kvbridge.kernels.swap_in import (
-    AppendRows,
-    LayerMemory,
-    ReferenceAppendRows,
-    Step,
-    SwapIn,
-    SwapInShape,
-    SwapInState,
-)
+from kvbridge.kernels.swap_in import LayerMemory, Step, SwapIn, SwapInShape, SwapInState, copy_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +25,9 @@ class Form:
 
 
 SMALL_BATCH = Form(threads=512, early_rows=2)
-"""For batches that leave a multiprocessor to each block: the time is that of one host read, and planning hides behind it."""
+"""For batches that leave a multiprocessor to each block: a step takes as long as one host read, and planning hides behind it."""
 LARGE_BATCH = Form(threads=256, early_rows=0)
-"""For batches that fill the host link: what counts is the order of addresses."""
+"""For batches that fill the host link: the order of addresses decides."""
 MOST_BLOCKS = 64
 
 
@@ -56,7 +50,7 @@ class CudaSwapIn(SwapIn):
         stream: int = 0,
         layout: tuple[Form, int] | None = None,
     ) -> None:
-        """See `SwapIn.swap_in`.
+        """`SwapIn.swap_in` by the kernel.
 
         `layout`: the form, and how many blocks (a power of 2, at most 128) share a request's copies; None: by the batch.
         """
@@ -128,7 +122,7 @@ def layout_for(batch: int, multiprocessors: int) -> tuple[Form, int]:
 
 
 def _uploaded(device: int, extents: Sequence[int]) -> DeviceBytes | None:
-    """The extents of a layer in device memory, where there is more than one."""
+    """Put the extents of a layer into device memory, where there is more than one."""
     if len(extents) == 1:
         return None
     made = DeviceBytes(device, 8 * len(extents))
@@ -137,7 +131,7 @@ def _uploaded(device: int, extents: Sequence[int]) -> DeviceBytes | None:
 
 
 def _shared_bytes(shape: SwapInShape, form: Form) -> int:
-    """Of `struct Shared` in the kernel."""
+    """Return the size of `struct Shared` in the kernel."""
     listed = -(-shape.top_k // form.threads) * form.threads
     lists = (16 if form.early_rows else 12) * listed
     words = 4 * shape.hot_rows // 32 + 4 * shape.max_rows // 32
@@ -150,28 +144,43 @@ def _shared_bytes(shape: SwapInShape, form: Form) -> int:
 APPEND_THREADS = 192
 
 
-class CudaAppendRows(AppendRows):
-    """The kernel. No synchronisation, no allocation; may be captured into a graph."""
+class AppendRows:
+    """Writes new rows into the hot region of one layer, each to its physical row, its parts apart."""
 
-    def __init__(self, device: int, shape: SwapInShape) -> None:
-        super().__init__(shape)
-        self._kernel = programs.kernel(append_source(shape), "append_rows", device)
+    def __init__(self, shape: SwapInShape, device: int | None) -> None:
+        """`shape` gives the form of pages and rows. `device` None: the processor writes, and is done when `append` returns.
+
+        On a device: no synchronisation, no allocation; may be captured into a graph.
+        """
+        self.row_bytes = sum(shape.row_parts_bytes)
+        self._shape = shape
+        self._kernel = None if device is None else programs.kernel(append_source(shape), "append_rows", device)
 
     def append(
         self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
     ) -> None:
-        if count:
-            arguments = (rows, places, hot_address, hot_stride_bytes)
-            self._kernel.launch(arguments, grid=count, block=APPEND_THREADS, stream=stream)
+        """Write `count` rows in stream order. Addresses, as the device sees them; all are multiples of 4.
 
-
-def append_rows(shape: SwapInShape, device: int | None) -> AppendRows:
-    """The form for a CUDA device, or for the CPU (None)."""
-    return ReferenceAppendRows(shape) if device is None else CudaAppendRows(device, shape)
+        `rows`: uint8 [count, row_bytes], C order. `places`: int32 [count], physical rows; negative: the row is skipped.
+        `hot_address`: first page of the layer's hot region.
+        """
+        if self._kernel is not None:
+            if count:
+                arguments = (rows, places, hot_address, hot_stride_bytes)
+                self._kernel.launch(arguments, grid=count, block=APPEND_THREADS, stream=stream)
+            return
+        wanted = array_at(places, (count,), np.int32)
+        chosen = np.flatnonzero(wanted >= 0)
+        if len(chosen):
+            slots = self._shape.slots_per_page
+            new = PageArray.contiguous(rows, page_count=count, stride_bytes=self.row_bytes)
+            pages = 1 + int(wanted.max()) // slots
+            hot = PageArray.contiguous(hot_address, page_count=pages, stride_bytes=hot_stride_bytes)
+            copy_rows((new, 1, chosen), (hot, slots, wanted[chosen]), self._shape.row_parts_bytes)
 
 
 def append_source(shape: SwapInShape) -> programs.Source:
-    """The kernel's source for these sizes."""
+    """The source of the kernel for these sizes."""
     parts = (*shape.row_parts_bytes, 0)
     defines = {"SLOTS": shape.slots_per_page, "PART0_BYTES": parts[0], "PART1_BYTES": parts[1]}
     return programs.Source("append_rows", tuple(defines.items()))

@@ -33,9 +33,9 @@ from kvbridge.core.ids import PageIdArray
 from kvbridge.core.plan.pages import page_copies
 from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import SparseRows
-from kvbridge.kernels.copies import copier
+from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
-from kvbridge.kernels.swap_in_device import CudaSwapIn, append_rows
+from kvbridge.kernels.swap_in_device import AppendRows, CudaSwapIn
 from kvbridge.sparse.memory import HotMemory, checked_regions, layer_memory, layer_pages
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
 from kvbridge.sparse.streams import Point, SideStream, Staging, Streams
@@ -120,7 +120,7 @@ class SparseCache(Closing):
         self._streams = Streams(device)
         self._load_stream, self._backup_stream = self._streams.side_stream(), self._streams.side_stream()
         self._pages = layer_pages(self.memory.pages, regions)
-        self._copier = copier(ordinal)
+        self._copier = StretchCopier(ordinal)
         self._copier.reserve(len(regions) * settings.max_requests, 2 * STEPS_AHEAD)
         layers = [layer_memory(*both) for both in zip(self.memory.pages, regions, strict=True)]
         self._swap_in: SwapIn = (
@@ -128,7 +128,7 @@ class SparseCache(Closing):
             if ordinal is None
             else CudaSwapIn(ordinal, self.memory.shape, self.memory.state, layers)
         )
-        self._append = append_rows(self.memory.shape, ordinal)
+        self._append = AppendRows(self.memory.shape, ordinal)
         self._admitted = [self._streams.point() for _ in range(settings.max_requests)]
         self._unsettled: set[int] = set()
         """Slots whose admission compute has not been told to wait for."""

@@ -25,7 +25,7 @@ from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.plan.pages import PageArray, find_runs
 from kvbridge.core.process import Closing
-from kvbridge.kernels.copies import ProcessorCopier, StretchCopier
+from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart
 
@@ -220,10 +220,8 @@ class HostCopier(Closing):
         for _, found in groupby(sorted(joined(pairs), key=_Pair.form), key=_Pair.form):
             alike = list(found)
             self._parts[alike[0].group].append(_Part(alike))
-        self._copier: ProcessorCopier | StretchCopier | None = None
-        if means.device is None:
-            self._copier = ProcessorCopier()
-        elif by_kernel:
+        self._copier: StretchCopier | None = None
+        if means.device is None or by_kernel:
             self._copier = StretchCopier(means.device, blocks=means.blocks)
             self._copier.reserve(RESERVED_OPERATIONS, RESERVED_SUBMISSIONS)
             self._copier.warm_up()

@@ -1,31 +1,42 @@
-"""What a transport backend is: four verbs and a promise about silence.
+"""What every transport promises (`Transport`), and what all backends do in the same way (`Backend`).
 
 The promise. Neither transfer library stops a transfer that it has reported as failed. So a backend says one of two
 things of a failure: `FAILED_QUIET` (no operation of this transfer reads its source any more, nor sends anything) or
 `FAILED_NOT_QUIET` (some still may). After the second the only cure is `close()` of the whole transport, and pages
 on both sides must not be used again before that. A transfer is never simply dropped: it is polled until it is terminal.
 
-Quiet is the writer's half. What was sent and never confirmed may lie in buffers on the way, the receiver's own kernel
-included, and arrive when nobody expects it (`TransferStatus.in_transit`). The receiver's half is to close the transport
-that it would arrive through: peers reach the next one by another endpoint, of a later *epoch*, and `revoked` says when
-none of them can use an earlier one any more.
+Quiet is the writer's half. Bytes that were sent and never confirmed may lie in buffers on the way, the receiver's own kernel
+included, and arrive at any time (`TransferStatus.in_transit`). The receiver's half is to close the transport that they would
+arrive through: peers reach the next one by another endpoint, of a later *epoch*, and `revoked` says when no peer can use an
+earlier one any more.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
+import structlog
+from pydantic import BaseModel, ValidationError
+
+from kvbridge.core.errors import ConfigError, InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Operations
+from kvbridge.core.process import Clock
 from kvbridge.pool.memory.extent import Extent
+from kvbridge.transport.calls import Call
+from kvbridge.transport.extents import Extents, Stretch
+
+log = structlog.get_logger(__name__)
 
 
 class Endpoint(FrozenModel):
-    """How peers reach a transport. `data` is the backend's own and opaque to everybody else; at most 1 MiB."""
+    """How peers reach a transport. `data` is opaque to all but the backend; at most 1 MiB."""
 
     transport: str
     data: bytes
@@ -53,10 +64,10 @@ class TransferStatus:
     state: TransferState
     error: str = ""
     in_transit: bool = False
-    """After a failure: something was sent whose arrival was never confirmed, so it may still arrive."""
+    """After a failure: bytes were sent whose arrival was never confirmed, so they may still arrive."""
     unconfirmed: tuple[slice, ...] = (slice(None),)
-    """After a failure: of the submitted operations, those whose arrival was not confirmed, whether they were started or not. A
-    backend that cannot tell says all of them."""
+    """After a failure: the submitted operations whose arrival was not confirmed, started or not. A backend that cannot tell says
+    all of them."""
 
 
 class Transfer(ABC):
@@ -76,25 +87,13 @@ class Transfer(ABC):
 
 
 class Peer:
-    """A connected remote transport; made by `Transport.connect`. The transport keeps what it knows of the peer, not this handle."""
+    """The caller's handle of a connected peer. The transport, not the handle, keeps the peer's memory mapped."""
 
     def __init__(self, label: str = "") -> None:
         self._label = label
 
     def __repr__(self) -> str:
         return f"<{self._label or 'Peer'}>"
-
-
-class Connection(ABC):
-    """A peer that is being connected: polled until there is one. Used by the thread that uses the transport."""
-
-    @abstractmethod
-    def poll(self) -> Peer | None:
-        """Return the peer once it is connected, and raise what made that impossible; each only once. Never blocks."""
-
-    @abstractmethod
-    def cancel(self) -> None:
-        """Give it up, and undo what has been done. Harmless when it has ended."""
 
 
 class Transport(ABC):
@@ -113,7 +112,7 @@ class Transport(ABC):
 
     @property
     def operation_cost_bytes(self) -> int:
-        """How many bytes take as long as one more operation does: up to so many dead ones are sent along to save it."""
+        """Bytes that take as long as one more operation: up to so many dead bytes are sent along to save one."""
         return 0
 
     @abstractmethod
@@ -125,13 +124,12 @@ class Transport(ABC):
         """How to reach this transport. Covers the memory registered so far, so ask again after `register`."""
 
     @abstractmethod
-    def connect(self, endpoint: Endpoint) -> Connection:
+    def connect(self, endpoint: Endpoint) -> Call[Peer]:
         """Get ready to write into the memory of the transport behind `endpoint`; bounded by the connect timeout.
 
-        Polling the connection returns the peer, or raises TransportError when it cannot be reached or is not on the
-        required host, InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile: whatever waits for the
-        peer waits on another thread (`calls`). Connecting again to a newer incarnation of the same peer is a new
-        connection; the old one is to be disconnected first.
+        This call, and polling the one that it returns, raise TransportError when the peer cannot be reached or is not on
+        the required host, InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile. Connecting again to a
+        newer incarnation of the same peer is a new connection; disconnect the old one first.
         """
 
     @abstractmethod
@@ -142,9 +140,8 @@ class Transport(ABC):
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """Start to write; `deadline_s` is seconds from now until the transfer counts as failed.
 
-        Every source range is checked against the registered memory first (InvalidInputError, nothing submitted);
-        the destination has been checked by the planner against the peer's manifest. The arrays are not copied and
-        must stay unchanged until the transfer is terminal.
+        Raises InvalidInputError, with nothing submitted, when a range is not within the memory that this process has registered, or
+        that the peer has announced. The arrays are not copied and must stay unchanged until the transfer is terminal.
         """
 
     @abstractmethod
@@ -158,8 +155,134 @@ class Transport(ABC):
         """Whether no peer can write any more by means of an endpoint of an epoch earlier than `before_epoch`.
 
         The transports that gave out those endpoints have been closed, in this process or by the end of an earlier one.
-        For a backend whose bytes arrive through its agent nothing else is needed.
+        A backend whose bytes arrive through its agent needs nothing else.
         Device memory that peers may have open is not freed before this is true, unless by the end of its process.
         """
         del before_epoch
         return True
+
+
+class KnownPeer(Protocol):
+    """What a backend keeps of a connected peer."""
+
+    @property
+    def label(self) -> str:
+        """The peer's name in messages."""
+
+    @property
+    def extents(self) -> Extents:
+        """The peer's memory, as announced."""
+
+
+PeerT = TypeVar("PeerT", bound=KnownPeer)
+ContentT = TypeVar("ContentT", bound=BaseModel)
+
+
+class Backend(Transport, Generic[PeerT]):
+    """An agent with its memory and its peers."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._memory = Extents("this process")
+        self._peers: dict[Peer, PeerT] = {}
+        self._transfers: weakref.WeakKeyDictionary[Transfer, Peer] = weakref.WeakKeyDictionary()
+        """Transfers that somebody still holds."""
+
+    def register(self, memory: Sequence[Extent]) -> None:
+        self._require_open()
+        for part in memory:
+            reason = self._out_of_reach(part)
+            if reason:
+                raise RegistrationError(f"cannot register {part.label or 'memory'} at {part.address:#x}: {reason}")
+        fresh = (Stretch(part.address, part.length_bytes, self._place(part)) for part in memory)
+        joined = Extents("this process", [*self._memory.stretches, *fresh])
+        self._register(memory)
+        self._memory = joined
+
+    def disconnect(self, peer: Peer) -> None:
+        """Transfers that are still active are aborted; their owner keeps polling them."""
+        self._known(peer)
+        for transfer, to in list(self._transfers.items()):
+            if to is peer:
+                transfer.abort("the peer was disconnected")
+        del self._peers[peer]
+
+    @abstractmethod
+    def _require_open(self) -> None:
+        """Raise TransportError after `close`."""
+
+    @abstractmethod
+    def _out_of_reach(self, part: Extent) -> str:
+        """Why some memory cannot be registered, empty when it can."""
+
+    @abstractmethod
+    def _register(self, memory: Sequence[Extent]) -> None:
+        """Register memory that overlaps none: all of it, or raise a TransportError."""
+
+    def _place(self, part: Extent) -> int:
+        """`Stretch.place` of some memory of this process."""
+        del part
+        return 0
+
+    def _take(self, known: PeerT) -> Peer:
+        """Return the handle of a peer that has been connected."""
+        self._require_open()
+        peer = Peer(known.label)
+        self._peers[peer] = known
+        return peer
+
+    def _checked(self, peer: Peer, operations: Operations) -> PeerT:
+        """Return what is known of a peer to which operations are to go. Raises InvalidInputError, TransportError."""
+        self._require_open()
+        known = self._known(peer)
+        self._memory.require(operations.source, operations.length)
+        known.extents.require(operations.destination, operations.length)
+        longest = int(operations.length.max(initial=0))
+        if longest > self.max_operation_bytes:
+            raise InvalidInputError(
+                f"an operation of {longest} bytes is longer than max_operation_bytes ({self.max_operation_bytes}); cut it first"
+            )
+        return known
+
+    def _known(self, peer: Peer) -> PeerT:
+        known = self._peers.get(peer)
+        if known is None:
+            raise InvalidInputError(f"{peer!r} is not connected to this {self.name} transport; connect it first")
+        return known
+
+
+def labels(memory: Sequence[Extent]) -> str:
+    """Name some memory in messages."""
+    return ", ".join(sorted({part.label or "unnamed" for part in memory}))
+
+
+def read_endpoint(endpoint: Endpoint, transport: str, content: type[ContentT]) -> ContentT:
+    """Return what a peer says of itself. Raises TransportError when it is not of `transport`, or unreadable."""
+    if endpoint.transport != transport:
+        raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to {transport}")
+    try:
+        return content.model_validate_json(endpoint.data, extra="ignore")
+    except ValidationError as error:
+        raise TransportError(
+            f"a peer's {transport} endpoint cannot be read: {error.error_count()} errors, the first: "
+            f"{error.errors()[0]['msg']}; both sides must run the same release"
+        ) from error
+
+
+def set_environment(read: dict[str, str], wanted: Mapping[str, str], *, library: str, settings: str) -> None:
+    """Set the variables that a library is about to read, once a process, and note them in `read`.
+
+    `settings` names the configuration keys behind them. Raises ConfigError when the library was loaded with other values.
+    """
+    if not read:
+        for name, value in wanted.items():
+            if os.environ.get(name, value) != value:
+                log.warning("environment_replaced", name=name, was=os.environ[name], now=value, settings=settings)
+        os.environ.update(wanted)
+        read.update(wanted)
+    elif read != wanted:
+        changed = sorted(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
+        raise ConfigError(
+            f"{library} reads {', '.join(changed)} once a process and was loaded with other values; give every transport of a "
+            f"process that uses it the same {settings}"
+        )

@@ -1,14 +1,14 @@
 """Calls that block, on a few threads of their own, so that the thread that moves bytes does not wait for them.
 
-Nothing stops a thread from outside, so a call that never returns keeps its thread. At most `MOST_CALLS` are under way in a
-process; further ones wait for their turn, and are refused when it does not come in time.
+Nothing stops a thread from outside, so a call that never returns keeps its thread. At most `MOST_CALLS` run in a process at once;
+further calls wait for their turn, and fail when their turn does not come in time.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 _free = threading.BoundedSemaphore(MOST_CALLS)
 
 
-def start_thread(target: Callable[..., None], *arguments: object, name: str) -> threading.Thread:
+def start_thread(target: Callable[..., object], *arguments: object, name: str) -> threading.Thread:
     """Start a daemon thread. Raises TransportError when the process may have no more threads now."""
     thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
     try:
@@ -37,58 +37,69 @@ def start_thread(target: Callable[..., None], *arguments: object, name: str) -> 
     return thread
 
 
-class Call(Generic[T]):
-    """One call, on a daemon thread as soon as there is a turn for it. Asked after by one thread."""
+def apart(work: Callable[[], object], *, name: str) -> None:
+    """Do work that may take long on a thread of its own, or here and now when the process may have no more threads."""
+    try:
+        start_thread(work, name=name)
+    except TransportError as error:
+        log.warning("no_thread", work=name, reason=str(error))
+        work()
 
-    def __init__(
+
+class Call(Generic[T]):
+    """One call, on a daemon thread as soon as a turn is free. Polled by one thread."""
+
+    def __init__(  # noqa: PLR0913 - each is something that calls differ in
         self,
-        function: Callable[[], T],
+        function: Callable[[], Any],
         *,
         name: str,
         timeout_s: float,
         late: str,
         clock: Clock,
-        given_up: Callable[[T | None], None] = lambda _: None,
+        then: Callable[[Any], T] = lambda found: found,
+        given_up: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """`name` says what is done, for messages; `late` is the error when it has not ended after `timeout_s`.
+        """`name` says in messages what is done; `late` is the error of a call that has not ended after `timeout_s`.
 
-        `given_up` hears that nobody waits for it any more, without a result, and of a result that nobody gets, to take that back.
+        `then` makes what `poll` returns from what the function has returned, on the polling thread. `given_up` hears None when the
+        call is cancelled without a result, and a result that nobody gets, to undo it.
         """
-        self._function: Callable[[], T] | None = function
+        self._function: Callable[[], Any] | None = function
         self._name = name
         self._ends_at_s = clock() + timeout_s
         self._late = late
         self._clock = clock
+        self._then = then
         self._tell_given_up = given_up
         self._lock = threading.Lock()
         self._given_up = False
         self._ended = threading.Event()
-        self._result: list[T] = []
+        self._result: list[Any] = []
         self._error = ""
 
-    def done(self) -> bool:
-        """Return whether it has a result or has failed. The first time that there is a turn for it, it begins."""
-        if self._ended.is_set() or self._given_up:
-            return True
+    def poll(self) -> T | None:
+        """Return the result, once, or None before there is one. Never blocks.
+
+        The first poll that finds a free turn begins the call. Raises TransportError when the call has failed or was too late.
+        """
         late = self._late
-        if self._function is not None and not self._begin():
+        if self._function is not None and not self._given_up and not self._begin():
             late = (
                 f"cannot {self._name}: {MOST_CALLS} calls of this process have not returned yet; find out which peers do not "
                 "answer, or restart this rank worker"
             )
-        if self._clock() >= self._ends_at_s and not self._ended.is_set():
-            self.give_up()
+        if not self._ended.is_set() and not self._given_up and self._clock() >= self._ends_at_s:
+            self.cancel()
             self._error = late
-        return self._ended.is_set() or self._given_up
-
-    def result(self) -> T:
-        """Return what it has returned, once. Raises TransportError when it has failed or was too late."""
+        if not self._ended.is_set() and not self._given_up:
+            return None
         if self._error:
             raise TransportError(self._error)
-        return self._result.pop()
+        return self._then(self._result.pop())
 
-    def give_up(self) -> None:
-        """Nobody waits for it any more; what it returns all the same is taken back."""
+    def cancel(self) -> None:
+        """Wait for the call no more; a result that it has all the same is given to `given_up`."""
         with self._lock:
             self._given_up = True
             found, self._result = self._result, []
@@ -106,7 +117,7 @@ class Call(Generic[T]):
             self._ended.set()
         return True
 
-    def _run(self, function: Callable[[], T]) -> None:
+    def _run(self, function: Callable[[], Any]) -> None:
         """An error is kept as text: its traceback would keep alive all that the call had in hand."""
         error = ""
         try:

@@ -1,4 +1,4 @@
-"""Which memory is registered, and whether a range lies within it.
+"""Memory of one owner, looked up by the owner's addresses: whether a range is registered, and where it lies.
 
 Checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a
 connection for each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
@@ -8,63 +8,80 @@ extents is refused even if they touch, since they are two registrations.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.plan.operations import AddressArray
-from kvbridge.pool.memory.extent import Extent
 
-AddressRange = tuple[int, int]
-"""(address, bytes) of one registration."""
 
-IndexArray = npt.NDArray[np.intp]
+class Stretch(NamedTuple):
+    """One registration: `length_bytes` at `address` in its owner's process."""
+
+    address: int
+    length_bytes: int
+    place: int = 0
+    """A number by which the backend knows the kind of memory, or the device."""
+    shift: int = 0
+    """The same memory is at `address + shift` in this process."""
 
 
 class Extents:
-    """A set of extents that do not overlap; never changed.
+    """Stretches that do not overlap; never changed. `whose` names their owner in errors ("this process", "peer 10.0.0.7:15001")."""
 
-    `whose` names their owner in errors ("this process", "peer 10.0.0.7:15001").
-    """
-
-    def __init__(self, whose: str, extents: Iterable[AddressRange] = ()) -> None:
+    def __init__(self, whose: str, stretches: Iterable[Stretch | tuple[int, int]] = ()) -> None:
         """Raises InvalidInputError when two overlap."""
         self._whose = whose
-        self.ranges = tuple(sorted(extents))
+        self.stretches = tuple(sorted(Stretch(*each) for each in stretches))
         """All of them, by ascending address."""
-        for (left, left_bytes), (right, right_bytes) in itertools.pairwise(self.ranges):
-            if left + left_bytes > right:
+        for left, right in itertools.pairwise(self.stretches):
+            if left.address + left.length_bytes > right.address:
                 raise InvalidInputError(
-                    f"memory of {whose}: {_range(right, right_bytes)} overlaps {_range(left, left_bytes)}, "
+                    f"memory of {whose}: {_range(*right[:2])} overlaps {_range(*left[:2])}, "
                     "which is registered already or in the same call; register each byte once"
                 )
-        self._starts = np.array([start for start, _ in self.ranges], dtype=np.uint64)
-        self._stops = np.array([start + length for start, length in self.ranges], dtype=np.uint64)
+        self._starts = np.array([each.address for each in self.stretches], dtype=np.uint64)
+        self._stops = np.array([each.address + each.length_bytes for each in self.stretches], dtype=np.uint64)
+        self._places = np.array([each.place for each in self.stretches], dtype=np.int64)
+        # A negative shift wraps, and the sum wraps back.
+        self._shifts = np.array([each.shift for each in self.stretches], dtype=np.int64).astype(np.uint64)
+        self.places = frozenset(self._places.tolist())
+        """Every place with some of the memory."""
 
     def __len__(self) -> int:
-        return len(self.ranges)
+        return len(self.stretches)
 
     def __repr__(self) -> str:
-        return f"<Extents of {self._whose}: {len(self)} of {sum(length for _, length in self.ranges)} bytes>"
+        return f"<Extents of {self._whose}: {len(self)} of {sum(each.length_bytes for each in self.stretches)} bytes>"
 
-    def joined(self, memory: Sequence[Extent]) -> Extents:
-        """Return these and some more. Raises InvalidInputError when one overlaps another."""
-        return Extents(self._whose, [*self.ranges, *((part.address, part.length_bytes) for part in memory)])
+    def here(self, addresses: AddressArray) -> AddressArray:
+        """Return the addresses in this process of bytes that have been checked."""
+        if not len(addresses):
+            return addresses
+        alike = (self._shifts == self._shifts[0]).all()
+        return addresses + (self._shifts[0] if alike else self._shifts[self._find(addresses)])
 
-    def find(self, addresses: AddressArray) -> IndexArray:
-        """Return which of `ranges` each address lies in; all of them have been checked."""
-        return np.searchsorted(self._starts, addresses, side="right") - 1
+    def place(self, addresses: AddressArray) -> npt.NDArray[np.int64]:
+        """Return the place of each address; all of them have been checked."""
+        return self._places[self._find(addresses)]
+
+    def places_of(self, addresses: AddressArray) -> frozenset[int]:
+        """Return all places of some addresses that have been checked."""
+        if len(self.places) < 2 or not len(addresses):
+            return self.places
+        return frozenset(np.unique(self.place(addresses)).tolist())
 
     def require(self, addresses: AddressArray, lengths: AddressArray) -> None:
-        """Raise InvalidInputError, naming the first offender, unless each range is not empty and within one extent."""
+        """Raise InvalidInputError, naming the first offender, unless each range is not empty and within one stretch."""
         if not len(addresses) or self._within_one(addresses, lengths):
             return
         inside = np.zeros(len(addresses), dtype=np.bool_)
         if len(self):
-            found = self.find(addresses)
-            stops = self._stops[found]  # of the last extent where there is none; masked below
+            found = self._find(addresses)
+            stops = self._stops[found]  # the last stretch's stop for an address before the first one; masked below
             inside = (found >= 0) & (addresses < stops) & (lengths > 0) & (lengths <= stops - addresses)
         if not inside.all():
             first = int(inside.argmin())
@@ -74,14 +91,17 @@ class Extents:
                 "Nothing was submitted"
             )
 
+    def _find(self, addresses: AddressArray) -> npt.NDArray[np.intp]:
+        return np.searchsorted(self._starts, addresses, side="right") - 1
+
     def _within_one(self, addresses: AddressArray, lengths: AddressArray) -> bool:
-        """Return whether all ranges together lie in one extent, which is the usual case and quicker to see."""
+        """Return whether all ranges together lie in one stretch, which is the usual case and quicker to see."""
         if not len(self) or not lengths.all():
             return False
-        extent = int(np.searchsorted(self._starts, addresses.min(), side="right")) - 1
-        if extent < 0 or addresses.max() >= self._stops[extent]:
+        found = int(np.searchsorted(self._starts, addresses.min(), side="right")) - 1
+        if found < 0 or addresses.max() >= self._stops[found]:
             return False
-        return bool((lengths <= self._stops[extent] - addresses).all())
+        return bool((lengths <= self._stops[found] - addresses).all())
 
 
 def _range(address: int, length: int) -> str:

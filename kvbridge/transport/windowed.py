@@ -1,19 +1,27 @@
-"""Bounded submission over a library that has no bounds of its own: the common half of the backends, which hand in a `Submitter`.
+"""Transfers with bounded submission over libraries that have no bounds of their own, and the thread that pushes some of them.
 
-Why a window. Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger batch in part; and
-neither library can take back what it was given, so what is in flight is what has to be waited out after a failure. A
+A backend hands in a `Submitter`. Why a window: Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger
+batch in part; and neither library can take back what it was given, so everything in flight has to be waited out after a failure. A
 transfer that fails submits nothing further and waits until everything in flight is terminal (FAILED_QUIET) or until
 the quiet timeout has passed (FAILED_NOT_QUIET).
 
-What is done here is done for a batch, never for an operation, and a poll asks after the oldest batch only, since batches end
+Work is done for a batch, never for an operation, and a poll asks after the oldest batch only, since batches end
 about in the order in which they were started: asking takes a lock of the library, and some ask its network.
+
+Why a thread (`Pump`). A copy by the processor lets go of the interpreter lock, so the caller's loop goes on beside it, and its
+pauses cost no bandwidth. Posting a MiB over TCP takes NIXL 0.3 ms on idle cores and several on busy ones, since the first bytes are
+sent right there. A loop that stops after a millisecond then posts one batch, pauses, finds it sent and never has a second one in
+flight: 0.4 GB/s where 2 were possible. This thread refills until the window is full, and the caller may poll as seldom as it likes.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -23,9 +31,14 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
+from kvbridge.transport.calls import start_thread
 
 POLL_BUDGET_S = 0.001
-"""A poll starts nothing further after so long; what is left starts at the next one."""
+"""A poll starts nothing further after so long; the rest starts at the next poll."""
+IDLE_WAIT_S = 1.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.0004
+"""Between two rounds of the pump in which nothing was started and nothing ended; doubled each time, so that the end of a page is
+seen at once and a long transfer is not asked after too often."""
 
 HandleT = TypeVar("HandleT")
 
@@ -70,7 +83,7 @@ class Submitter(ABC, Generic[HandleT]):
     def start(self, first: int, stop: int) -> HandleT:
         """Give the operations [first, stop) to the library; each call begins where the one before stopped.
 
-        Raises TransportError when it took none of them, PartlyStartedError when that is not so, or not certain.
+        Raises TransportError when it took none of them, PartlyStartedError when it took some, or may have.
         """
 
     @abstractmethod
@@ -78,16 +91,16 @@ class Submitter(ABC, Generic[HandleT]):
         """Ask after a batch: the oldest one that is pending, or one that is stalled. Not called after DONE, FAILED or LOST."""
 
     def waits_for(self) -> str:
-        """Say what has to be there before anything is started; empty when all is. Raises TransportError when it never will be."""
+        """Name what has to be ready before anything is started; empty when all is. Raises TransportError when it never will be."""
         return ""
 
     def end(self) -> None:
-        """Hear that the transfer has become terminal."""
+        """The transfer has become terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowLimits:
-    """How much may be in flight to one peer, how much of it in one call, and how long becoming quiet may take."""
+    """How much may be in flight to one peer, how much of it in one batch, and how long becoming quiet may take. All positive."""
 
     operations: int
     bytes: int
@@ -96,49 +109,16 @@ class WindowLimits:
     batch_bytes: int = 1 << 62
     batches: int = 1 << 62
     first_operations: int = 1 << 62
-    """Of a transfer's first batch: few, so that whoever copies begins at once."""
-
-    def __post_init__(self) -> None:
-        counts = (
-            self.operations,
-            self.bytes,
-            self.batch_operations,
-            self.batch_bytes,
-            self.batches,
-            self.first_operations,
-        )
-        if min(counts) < 1 or self.quiet_timeout_s <= 0:
-            raise ValueError(f"a window's limits must be positive, got {self}")
+    """In a transfer's first batch: few, so that the copying begins at once."""
 
 
-class Window:
-    """What is in flight to one peer, over all transfers to it, which share it evenly so that none starves."""
+@dataclass(eq=False)
+class Load:
+    """Batches in flight, with their operations and bytes."""
 
-    def __init__(self, limits: WindowLimits) -> None:
-        self.limits = limits
-        self.transfers = 0
-        self.batches = 0
-        self.operations = 0
-        self.bytes = 0
-
-    def admits(self, operations: int, size_bytes: int, held: Held) -> bool:
-        """Whether a transfer that holds so much may start one more batch. An empty window admits any batch."""
-        if not self.batches:
-            return True
-        limits, sharers = self.limits, max(1, self.transfers)
-        if (
-            self.batches >= limits.batches
-            or self.operations + operations > limits.operations
-            or self.bytes + size_bytes > limits.bytes
-        ):
-            return False
-        if not held.batches:
-            return True
-        return (
-            (held.batches + 1) * sharers <= limits.batches
-            and (held.operations + operations) * sharers <= limits.operations
-            and (held.bytes + size_bytes) * sharers <= limits.bytes
-        )
+    batches: int = 0
+    operations: int = 0
+    bytes: int = 0
 
     def take(self, operations: int, size_bytes: int) -> None:
         """Count a started batch."""
@@ -153,12 +133,33 @@ class Window:
         self.bytes -= size_bytes
 
 
-class Held(NamedTuple):
-    """How much of a window one transfer holds."""
+class Window(Load):
+    """What is in flight to one peer, over all transfers to it, which share the window evenly so that none starves."""
 
-    batches: int
-    operations: int
-    bytes: int
+    def __init__(self, limits: WindowLimits) -> None:
+        super().__init__()
+        self.limits = limits
+        self.transfers: weakref.WeakSet[WindowedTransfer[Any]] = weakref.WeakSet()
+        """Transfers that are not terminal."""
+
+    def admits(self, operations: int, size_bytes: int, held: Load) -> bool:
+        """Whether a transfer that holds so much may start one more batch. An empty window admits any batch."""
+        if not self.batches:
+            return True
+        limits, sharers = self.limits, max(1, len(self.transfers))
+        if (
+            self.batches >= limits.batches
+            or self.operations + operations > limits.operations
+            or self.bytes + size_bytes > limits.bytes
+        ):
+            return False
+        if not held.batches:
+            return True
+        return (
+            (held.batches + 1) * sharers <= limits.batches
+            and (held.operations + operations) * sharers <= limits.operations
+            and (held.bytes + size_bytes) * sharers <= limits.bytes
+        )
 
 
 class _Batch(NamedTuple, Generic[HandleT]):
@@ -167,14 +168,13 @@ class _Batch(NamedTuple, Generic[HandleT]):
     operations: int
     size_bytes: int
 
-    @property
-    def part(self) -> slice:
-        """Which of the transfer's operations it has."""
-        return slice(self.first, self.first + self.operations)
-
 
 class WindowedTransfer(Transfer, Generic[HandleT]):
-    """A transfer that keeps to its peer's window; see `Transfer` for the promise."""
+    """A transfer that keeps to its peer's window; see `Transfer` for the promise.
+
+    One thread pushes it: the one that polls it, or the pump that it was added to. The caller's thread writes the reason to stop,
+    the pushing thread everything else. Reason and status are single references, so no lock is needed.
+    """
 
     def __init__(
         self,
@@ -187,6 +187,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         clock: Clock = monotonic,
     ) -> None:
         """`peer` names the other side in errors; `deadline_s` is seconds from now."""
+        self.pumped = False
+        """Whether a pump pushes the transfer, so that `poll` only looks."""
         self._count = len(operations)
         self._submitter: Submitter[HandleT] | None = submitter
         self._window = window
@@ -200,45 +202,59 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._done = 0
         self._in_flight: deque[_Batch[HandleT]] = deque()
         self._stalled: list[_Batch[HandleT]] = []
-        """Those that the library has given up, and that count as in flight."""
+        """Batches that the library has given up, and that count as in flight."""
         self._lost: list[_Batch[HandleT]] = []
         """Likewise; not to be asked after again."""
-        self._held_operations = 0
-        self._held_bytes = 0
+        self._held = Load()
+        self._stop: tuple[str, float] | None = None
+        """Why and when the caller has aborted the transfer."""
         self._error = ""
         self._unconfirmed = False
         """A batch was started and its arrival never confirmed."""
         self._failed: list[slice] = []
-        """What batches that have ended badly had."""
+        """The operations of batches that have ended badly."""
         self._quiet_by_s = 0.0
         self._status = TransferStatus(TransferState.ACTIVE)
-        window.transfers += 1
+        window.transfers.add(self)
 
     def __repr__(self) -> str:
         return (
             f"<WindowedTransfer to {self._peer}: {self._status.state.value}, "
-            f"{self._done} of {self._count} operations done, {self._held_operations} in flight>"
+            f"{self._done} of {self._count} operations done, {self._held.operations} in flight>"
         )
 
     @property
     def state(self) -> TransferState:
-        """Where it stood when it was polled last."""
+        """The state after the last push."""
         return self._status.state
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Operations started and operations in flight: another pair whenever something was started or has ended."""
-        return self._next, self._held_operations
-
     def poll(self) -> TransferStatus:
-        """Collect what has ended, and start what the window admits."""
-        if self._status.state is not TransferState.ACTIVE or self._submitter is None:
-            return self._status
-        self._collect(self._submitter)
-        if not self._error and self._done < self._count:
-            self._go_on(self._submitter)
-        self._settle()
+        if not self.pumped:
+            self.push()
         return self._status
+
+    def abort(self, reason: str) -> None:
+        """Takes effect with the next push. The first reason counts."""
+        self._stop = self._stop or (reason, self._clock())
+
+    def push(self) -> bool:
+        """Collect what has ended, and start what the window admits. Returns whether anything was started or has ended."""
+        submitter, before = self._submitter, (self._next, self._held.operations)
+        if submitter is None:
+            return False
+        if self._stop is not None and not self._error:
+            reason, at_s = self._stop
+            self._fail(f"aborted: {reason}", at_s)
+        self._collect(submitter)
+        if not self._error and self._done < self._count:
+            self._go_on(submitter)
+        self._settle()
+        return self._submitter is None or before != (self._next, self._held.operations)
+
+    def cut_off(self, reason: str, state: TransferState = TransferState.FAILED_QUIET) -> None:
+        """End now, because whoever carried the operations has ended. Terminal states stay."""
+        if not self.state.terminal:
+            self._end(state, self._error or self._told(reason))
 
     def _go_on(self, submitter: Submitter[HandleT]) -> None:
         try:
@@ -252,28 +268,17 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         elif not missing:
             self._refill(submitter)
 
-    def abort(self, reason: str) -> None:
-        """Fail, unless it has already."""
-        if self._status.state is TransferState.ACTIVE and not self._error:
-            self._fail(f"aborted: {reason}")
-
-    def agent_gone(self) -> None:
-        """The library's agent has been destroyed, so nothing is in flight any more. Terminal states stay."""
-        if self._status.state is TransferState.ACTIVE:
-            self._error = self._error or self._told("the transport was closed")
-            self._end(TransferState.FAILED_QUIET, self._error)
-
     def _collect(self, submitter: Submitter[HandleT]) -> None:
         """Ask after what is in flight, as far as the first batch that is pending."""
-        stalled, self._stalled = self._stalled, []
-        for batch in stalled:
-            self._keep_or_release(batch, submitter.check(batch.handle))
+        self._stalled = [batch for batch in self._stalled if self._has_stalled(batch, submitter.check(batch.handle))]
         waiting = self._in_flight
         while waiting and (found := submitter.check(waiting[0].handle)).progress is not Progress.PENDING:
-            self._keep_or_release(waiting.popleft(), found)
+            batch = waiting.popleft()
+            if self._has_stalled(batch, found):
+                self._stalled.append(batch)
 
-    def _keep_or_release(self, batch: _Batch[HandleT], found: Check) -> None:
-        """Note what became of a batch, which is in flight no more unless it has stalled."""
+    def _has_stalled(self, batch: _Batch[HandleT], found: Check) -> bool:
+        """Note what became of a batch. Returns whether it is in flight and has to be asked after again."""
         progress, reason = found
         if progress is Progress.DONE:
             self._done += batch.operations
@@ -281,22 +286,22 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             self._unconfirmed = True
             if not self._error:
                 self._fail(reason)
+            if progress is Progress.LOST:
+                self._lost.append(batch)
+                return False
             if progress is not Progress.FAILED:
-                (self._lost if progress is Progress.LOST else self._stalled).append(batch)
-                return
-            self._failed.append(batch.part)
-        self._window.give_back(batch.operations, batch.size_bytes)
-        self._held_operations -= batch.operations
-        self._held_bytes -= batch.size_bytes
+                return True
+            self._failed.append(slice(batch.first, batch.first + batch.operations))
+        for load in (self._window, self._held):
+            load.give_back(batch.operations, batch.size_bytes)
+        return False
 
     def _refill(self, submitter: Submitter[HandleT]) -> None:
         """Start batches while the window admits them and the poll's budget lasts."""
         stop_at_s = self._clock() + POLL_BUDGET_S
         while self._next < self._count:
             stop, size_bytes = self._next_batch()
-            count = stop - self._next
-            batches = len(self._in_flight) + len(self._stalled) + len(self._lost)
-            if not self._window.admits(count, size_bytes, Held(batches, self._held_operations, self._held_bytes)):
+            if not self._window.admits(stop - self._next, size_bytes, self._held):
                 return
             try:
                 handle = submitter.start(self._next, stop)
@@ -317,9 +322,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._next = stop
         self._started_bytes += size_bytes
         self._in_flight.append(_Batch(handle, first, count, size_bytes))
-        self._window.take(count, size_bytes)
-        self._held_operations += count
-        self._held_bytes += size_bytes
+        for load in (self._window, self._held):
+            load.take(count, size_bytes)
 
     def _next_batch(self) -> tuple[int, int]:
         """Where the next batch ends, and its bytes; at least one operation, then as many as the batch limits allow."""
@@ -333,49 +337,128 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             size_bytes = int(ends[stop - 1]) - before
         return stop, size_bytes
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, at_s: float | None = None) -> None:
         """Keep the first cause, and start the time that is left to become quiet."""
         self._error = self._told(reason)
-        self._quiet_by_s = self._clock() + self._window.limits.quiet_timeout_s
+        self._quiet_by_s = (self._clock() if at_s is None else at_s) + self._window.limits.quiet_timeout_s
 
     def _told(self, reason: str) -> str:
         return f"transfer to {self._peer}: {reason} ({self._done} of {self._count} operations done)"
 
     def _settle(self) -> None:
         """Decide whether the transfer is over."""
+        held, only = self._held.operations, "only closing the transport ends them"
         if not self._error:
             if self._done == self._count:
                 self._end(TransferState.DONE)
-        elif not self._held_operations:
+        elif not held:
             self._end(TransferState.FAILED_QUIET, self._error)
         elif not self._in_flight and not self._stalled:
-            self._end(
-                TransferState.FAILED_NOT_QUIET,
-                f"{self._error}; of {self._held_operations} operations nobody can say when they end, so only closing the transport "
-                "ends them",
-            )
+            never = f"of {held} operations nobody can say when they end"
+            self._end(TransferState.FAILED_NOT_QUIET, f"{self._error}; {never}, so {only}")
         elif self._clock() >= self._quiet_by_s:
-            self._end(
-                TransferState.FAILED_NOT_QUIET,
-                f"{self._error}; {self._held_operations} operations were still in flight "
-                f"{self._window.limits.quiet_timeout_s:g} s later, so only closing the transport ends them",
-            )
-
-    def _left(self) -> tuple[slice, ...]:
-        """The operations that were not confirmed."""
-        held = [batch.part for batch in (*self._in_flight, *self._stalled, *self._lost)]
-        return (*self._failed, *held, slice(self._next, self._count))
+            late = f"{held} operations were still in flight {self._window.limits.quiet_timeout_s:g} s later"
+            self._end(TransferState.FAILED_NOT_QUIET, f"{self._error}; {late}, so {only}")
 
     def _end(self, state: TransferState, error: str = "") -> None:
         """Become terminal; drop what refers to the library, so that a kept transfer does not keep an agent alive."""
-        in_transit = self._unconfirmed or self._held_operations > 0
-        self._status = TransferStatus(state, error, in_transit)
-        if error:
-            self._status = replace(self._status, unconfirmed=self._left())
+        if state is TransferState.DONE:
+            self._status = TransferStatus(state)
+        else:
+            in_transit = self._unconfirmed or self._held.operations > 0 or state is TransferState.FAILED_NOT_QUIET
+            batches = (*self._in_flight, *self._stalled, *self._lost)
+            held = [slice(batch.first, batch.first + batch.operations) for batch in batches]
+            unconfirmed = (*self._failed, *held, slice(self._next, self._count))
+            self._status = TransferStatus(state, error, in_transit, unconfirmed)
         submitter, self._submitter = self._submitter, None
         self._in_flight.clear()
         self._stalled.clear()
         self._lost.clear()
-        self._window.transfers -= 1
+        self._window.transfers.discard(self)
         if submitter is not None:
             submitter.end()
+
+
+class Pump:
+    """A thread that pushes transfers until each is terminal; they take turns. The thread starts with the first transfer."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._active: list[WindowedTransfer[Any]] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._pause_s = SHORTEST_PAUSE_S
+
+    def __repr__(self) -> str:
+        return f"<Pump {self._name}: {len(self._active)} transfers{', closed' if self._closed else ''}>"
+
+    def require_open(self) -> None:
+        """Raise TransportError when the pump has ended."""
+        if self._closed:
+            raise TransportError(f"the {self._name} transport has been closed or has failed; create another one")
+
+    def add(self, transfer: WindowedTransfer[Any]) -> None:
+        """Push a transfer until it is terminal. Raises TransportError when the pump has ended, or its thread cannot start."""
+        with self._changed:
+            self.require_open()
+            if self._thread is None:
+                self._thread = start_thread(self._run, name=self._name)
+            transfer.pumped = True
+            self._active.append(transfer)
+            self._changed.notify_all()
+
+    def close(self, *, timeout_s: float) -> list[WindowedTransfer[Any]]:
+        """End the thread after the call that it is in, and return the transfers that are not terminal.
+
+        Raises TransportError when that call has not returned after `timeout_s`.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TransportError(
+                    f"the {self._name} transport's thread did not end within transports.{self._name}.close_timeout_s "
+                    f"({timeout_s:g} s); it may still write, so pages of its transfers must not be used again before this process "
+                    "has ended"
+                )
+        left, self._active = self._active, []
+        return left
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._round()
+        finally:
+            self._fail_unless_closed()
+
+    def _round(self) -> None:
+        with self._changed:
+            if not self._active:
+                self._changed.wait(IDLE_WAIT_S)
+            active = list(self._active)
+        moved = False
+        for transfer in active:
+            moved = transfer.push() or moved
+            if self._closed:
+                return
+        if moved:
+            self._pause_s = SHORTEST_PAUSE_S
+        elif active:
+            time.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        if any(transfer.state.terminal for transfer in active):
+            with self._changed:
+                self._active[:] = [transfer for transfer in self._active if not transfer.state.terminal]
+
+    def _fail_unless_closed(self) -> None:
+        """A defect has ended the thread: nobody pushes any more, so nothing is quiet. The interpreter prints the traceback."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            reason = f"the {self._name} transport's thread has failed; close the transport and create another one"
+            for transfer in self._active:
+                transfer.cut_off(reason, TransferState.FAILED_NOT_QUIET)

@@ -26,8 +26,8 @@ from kvbridge.core.wire.worker_messages import (
     WorkerSetup,
 )
 from kvbridge.telemetry.logs import configure_logs
+from kvbridge.transport import create_transport
 from kvbridge.transport.local.host import PROCESS_LOCK_FILES
-from kvbridge.transport.registry import create_transport
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.memory import WorkerMemory, bring_memory
 from kvbridge.worker.rank import NodeLink, RankIdentity, WorkerLimits, open_node_link

@@ -29,7 +29,7 @@ from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.transport.base import Transport
-from kvbridge.transport.calls import start_thread
+from kvbridge.transport.calls import apart
 from kvbridge.worker.rank import RankIdentity, contained
 
 log = structlog.get_logger(__name__)
@@ -61,11 +61,7 @@ def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
         else:
             outcome.set_result(found)
 
-    try:
-        start_thread(run, name=name)
-    except TransportError as error:
-        log.warning("no_thread", work=name, reason=str(error))
-        run()
+    apart(run, name=name)
     return outcome
 
 

@@ -22,7 +22,7 @@ from kvbridge.transport.base import Endpoint, Peer, Transport
 from kvbridge.transport.mooncake import transport as mooncake
 from kvbridge.transport.nixl import agent as nixl_agent
 from kvbridge.transport.nixl import transport as nixl
-from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent
+from kvbridge.transport.nixl.agent import NixlEndpoint, NixlExtent
 from tests.bench.bench_transport import as_lists, nixl_request, through_kvbridge
 from tests.bench.output import spread
 from tests.bench.output import table as text

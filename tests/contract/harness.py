@@ -33,8 +33,8 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
+from kvbridge.transport import create_transport
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
-from kvbridge.transport.registry import create_transport
 from tests.helpers.faulty_transport import FaultySettings, FaultyTransport
 from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer
 

@@ -25,8 +25,8 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.mooncake import transport as mooncake
-from kvbridge.transport.mooncake.engine import BatchWrites
 from kvbridge.transport.mooncake.transport import MooncakePeer, MooncakeTransport
+from kvbridge.transport.mooncake.writes import BatchWrites
 from kvbridge.transport.windowed import WindowLimits
 from tests.contract.conftest import BUFFER_BYTES, MIB
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, require_library, wait

@@ -15,8 +15,8 @@ from crc32c import crc32c
 
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Endpoint, TransferState
+from kvbridge.transport.nixl.agent import NixlEndpoint
 from kvbridge.transport.nixl.check import PeerCheck
-from kvbridge.transport.nixl.peers import NixlEndpoint
 from kvbridge.transport.nixl.transport import NixlTransport
 from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
 from tests.helpers.shared_buffer import connect

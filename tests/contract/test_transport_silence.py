@@ -15,9 +15,10 @@ import pytest
 
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState
+from kvbridge.transport import create_transport
+from kvbridge.transport.base import Endpoint, Peer, TransferState
+from kvbridge.transport.calls import Call
 from kvbridge.transport.mooncake.transport import MooncakeEndpoint
-from kvbridge.transport.registry import create_transport
 from tests.contract.harness import BACKENDS, MOONCAKE, Backend, Pair, PeerProcess, wait
 from tests.helpers.shared_buffer import connect
 
@@ -41,7 +42,7 @@ class Outcome:
     transfers: int
 
 
-def connect_and_write(connection: Connection, pair: Pair) -> Outcome:
+def connect_and_write(connection: Call[Peer], pair: Pair) -> Outcome:
     """Do what a rank worker does: poll the connection, and write to the peer that is there, again and again."""
     begun_s = last_s = time.monotonic()
     longest_s, count, peer, error = 0.0, 0, None, ""
@@ -192,7 +193,7 @@ def meet_before(shm: Path, *, instead: bytes = b"") -> Outcome:
 def test_a_mooncake_peer_that_answers_and_does_not_say_what_it_has(shm: Path) -> None:
     """The library lets nobody write meanwhile, so it is given less time; left alone it would take 60 s."""
     found = meet_before(shm)
-    assert "does not say what it has" in found.error
+    assert "did not describe its memory" in found.error
     assert found.longest_gap_s < 30.0
 
 

@@ -42,12 +42,11 @@ from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.tier.stores import base as store_wire
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
 from kvbridge.tier.stores.objects import ObjectForm, encode_trailer, read_trailer
-from kvbridge.transport.backend import read_endpoint
-from kvbridge.transport.base import Endpoint
+from kvbridge.transport.base import Endpoint, read_endpoint
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.local.transport import LocalEndpoint
 from kvbridge.transport.mooncake.transport import MooncakeEndpoint
-from kvbridge.transport.nixl.peers import NixlEndpoint
+from kvbridge.transport.nixl.agent import NixlEndpoint
 from tests.helpers.rooms import manifest
 
 GEOMETRY = preset("tiny-v4")

@@ -21,9 +21,10 @@ from crc32c import crc32c
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.transport.base import Connection, Endpoint, Peer, TransferState, Transport
+from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport
+from kvbridge.transport.calls import Call
+from kvbridge.transport.nixl.agent import NixlEndpoint
 from kvbridge.transport.nixl.check import PeerCheck
-from kvbridge.transport.nixl.peers import NixlEndpoint
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, wait
 from tests.helpers.shared_buffer import connect
 
@@ -72,7 +73,7 @@ def outcomes(
     transport: Transport, contents: Iterator[NixlEndpoint], at_once: int
 ) -> Iterator[tuple[NixlEndpoint, Peer | str]]:
     """Connect to each, some at a time, and say what became of it: a peer, or the reason of the refusal."""
-    under_way: list[tuple[NixlEndpoint, Connection]] = []
+    under_way: list[tuple[NixlEndpoint, Call[Peer]]] = []
     left = True
     while left or under_way:
         while left and len(under_way) < at_once:

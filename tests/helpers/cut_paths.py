@@ -14,7 +14,6 @@ from kvbridge.config.transports import TransportSettings
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Peer, Transfer, TransferStatus, Transport
-from kvbridge.transport.pump import PumpedTransfer
 from kvbridge.worker import lifecycle
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,9 +107,8 @@ class _Watched(Transfer):
         self._cut = cut
 
     def poll(self) -> TransferStatus:
-        windowed: Any = self._inner._inner if isinstance(self._inner, PumpedTransfer) else self._inner
-        if windowed is not None:
-            self._cut.look(windowed._done, windowed._count)
+        windowed: Any = self._inner
+        self._cut.look(windowed._done, windowed._count)
         return self._inner.poll()
 
     def abort(self, reason: str) -> None:

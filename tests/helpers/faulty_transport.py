@@ -21,7 +21,6 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
-    Connection,
     Endpoint,
     Peer,
     Transfer,
@@ -29,6 +28,7 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
+from kvbridge.transport.calls import Call
 from kvbridge.worker import lifecycle
 
 DEATH_EXIT_CODE = 86
@@ -126,7 +126,7 @@ class FaultyTransport(Transport):
     def endpoint(self) -> Endpoint:
         return self._inner.endpoint()
 
-    def connect(self, endpoint: Endpoint) -> Connection:
+    def connect(self, endpoint: Endpoint) -> Call[Peer]:
         return self._inner.connect(endpoint)
 
     def disconnect(self, peer: Peer) -> None:

@@ -19,8 +19,8 @@ from typing import Any, TextIO
 
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import BridgeError
+from kvbridge.transport import create_transport
 from kvbridge.transport.base import Transport
-from kvbridge.transport.registry import create_transport
 from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer
 
 Buffer = SharedBuffer | DeviceBuffer

@@ -16,7 +16,6 @@ from kvbridge.core.wire.messages import RankDescription, TransportEndpoint, Wire
 from kvbridge.core.wire.worker_messages import ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import (
-    Connection,
     Endpoint,
     Peer,
     Transfer,
@@ -24,6 +23,7 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
+from kvbridge.transport.calls import Call
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.rank import RankIdentity, WorkerLimits
 from kvbridge.worker.transports import Background
@@ -64,7 +64,7 @@ class FakeTransfer(Transfer):
         self.aborted = self.aborted or reason
 
 
-class FakeConnection(Connection):
+class FakeConnection(Call[Peer]):
     def __init__(self, transport: FakeTransport, data: bytes) -> None:
         self.transport, self.data = transport, data
 
@@ -110,7 +110,7 @@ class FakeTransport(Transport):
     def endpoint(self) -> Endpoint:
         return Endpoint(transport=self.name, data=b"me" if self.epoch == 0 else b"me, epoch %d" % self.epoch)
 
-    def connect(self, endpoint: Endpoint) -> Connection:
+    def connect(self, endpoint: Endpoint) -> Call[Peer]:
         return FakeConnection(self, endpoint.data)
 
     def disconnect(self, peer: Peer) -> None:

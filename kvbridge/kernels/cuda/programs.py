@@ -38,20 +38,20 @@ _loaded: dict[tuple[str, int], Any] = {}
 
 
 class KernelBuildError(BridgeError, code="kernel_build_failed"):
-    """A kernel's source was refused by the compiler. Always a defect of kvbridge, or a compiler that is too old."""
+    """The compiler has refused a kernel's source: a defect of kvbridge, or a compiler that is too old."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A kernel source with everything that its machine code depends on, but the device and the compiler."""
+    """A kernel source and its definitions: with device and compiler, all that its machine code depends on."""
 
     name: str
-    """File in `kernels/csrc` without its ending."""
+    """A file in `kernels/csrc`, without its ending."""
     defines: tuple[tuple[str, int], ...] = ()
     """Preprocessor definitions, so that sizes can be compile-time constants."""
 
     def text(self) -> str:
-        """The source, with the headers of `csrc` put in where they are included."""
+        """Return the source with the headers of `csrc` in place of their includes."""
         return _expanded(f"{self.name}.cu")
 
 
@@ -66,12 +66,11 @@ class Kernel:
     def launch(
         self, arguments: Sequence[Any], *, grid: int, block: int, stream: int, shared_bytes: int | None = None
     ) -> None:
-        """Launch on a stream, given by its handle. Arguments: int (64 bits, or an address), numpy scalars for other widths.
+        """Launch on the stream with a handle. Arguments: int (64 bits, or an address), numpy scalars for other widths.
 
         `grid`: blocks; `block`: threads of one, a multiple of 32; `shared_bytes`: its dynamic shared memory.
         """
         runtime.use(self.device)
-        # cuda-core keeps the context of a thread by itself.
         made = _stream(self.device, stream)
         config = self._core.LaunchConfig(grid=grid, block=block, shmem_size=shared_bytes or None)
         self._core.launch(made, config, self._kernel, *arguments)
@@ -118,7 +117,7 @@ def compile_for(source: Source, architecture: str) -> bytes:
 
 
 def cache_directory() -> Path | None:
-    """Where compiled kernels lie: only this user may write there, since what lies there is run. None for a user without home."""
+    """Return the directory of compiled kernels. They are run, so only this user may write there. None for a user without home."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named)
@@ -160,7 +159,7 @@ def _digest(source: Source, architecture: str) -> str:
 
 
 def _keep(file: Path, content: bytes) -> None:
-    """Write whole or not at all; another process may do the same."""
+    """Write the whole file or nothing; another process may do the same."""
     scratch = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +178,7 @@ def _expanded(file: str) -> str:
 
 @cache
 def _stream(device: int, handle: int) -> Any:  # noqa: ANN401
-    """The stream as cuda-core knows it; made once, since that costs as much as a launch."""
+    """Return cuda-core's object of a stream; made once, since making it costs as much as a launch."""
     target = runtime.library("cuda.core").Device(device)
     target.set_current()
     return target.create_stream(runtime.Stream.of(device, handle))

@@ -1,4 +1,4 @@
-"""The calls of the CUDA runtime that kvbridge needs, with their errors in our words.
+"""The calls of the CUDA runtime that kvbridge needs, with errors that say the cause and the cure.
 
 Addresses and handles of streams are plain integers, as torch gives them (`tensor.data_ptr()`,
 `torch.cuda.current_stream().cuda_stream`), so that a process without torch can use all of it. Each call makes its device
@@ -42,7 +42,7 @@ def reason_without_device() -> str:
 
 
 def device_count() -> int:
-    """How many devices this process sees. Raises UnsupportedError without library or driver."""
+    """Return how many devices this process sees. Raises UnsupportedError without library or driver."""
     code, *values = library().cudaGetDeviceCount()
     if int(code) == 100:  # cudaErrorNoDevice
         return 0
@@ -53,7 +53,7 @@ def device_count() -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a device is."""
+    """A device's properties, and its memory at the moment."""
 
     name: str
     multiprocessors: int
@@ -63,7 +63,7 @@ class DeviceFacts:
 
 
 def device_facts(device: int) -> DeviceFacts:
-    """Look at a device, which gets a context for that: half a GB of its memory. Raises UnsupportedError when it does not exist."""
+    """Read a device's facts; that makes a context, half a GB of its memory. Raises UnsupportedError when it does not exist."""
     use(device)
     found = call("cudaGetDeviceProperties", device)
     free, total = call("cudaMemGetInfo")
@@ -87,7 +87,7 @@ def use(device: int) -> None:
 
 
 def synchronize(device: int) -> None:
-    """Wait for everything that was submitted to a device by this process."""
+    """Wait for everything that this process has submitted to a device."""
     use(device)
     call("cudaDeviceSynchronize")
 
@@ -106,13 +106,13 @@ def allocate(device: int, length_bytes: int) -> int:
         free_bytes, total_bytes = call("cudaMemGetInfo")
         raise RegistrationError(
             f"cuda:{device} has no {length_bytes} bytes left ({_text(code)}): {free_bytes} of {total_bytes} are free; "
-            "configure fewer pages (pools.device), or end what else uses the device"
+            "configure fewer pages (pools.device), or end other users of the device"
         )
     return int(address)
 
 
 def free(device: int, address: int) -> None:
-    """Give device memory back. Waits until the device does not use it any more."""
+    """Free device memory. Waits until the device does not use it any more."""
     use(device)
     call("cudaFree", address)
 
@@ -159,8 +159,8 @@ def close_memory(device: int, address: int) -> None:
 def register_host(address: int, length_bytes: int, *, device: int = 0, label: str = "host memory") -> None:
     """Page-lock host memory and map it for every device; afterwards its address is valid on devices, too.
 
-    Raises RegistrationError with cause and fix. A mapping that another process registered as well is fine; memory must be
-    page-aligned and in memory already, or it is touched now.
+    Another process may have registered the same mapping. The memory must be page-aligned; pages that do not exist yet are made.
+    Raises RegistrationError with cause and fix.
     """
     use(device)
     flags = library().cudaHostRegisterPortable | library().cudaHostRegisterMapped
@@ -187,7 +187,7 @@ def unregister_host(address: int) -> None:
 
 
 class Stream(Closing):
-    """A stream of this process, or somebody else's by its handle (`owned=False`, as torch's)."""
+    """A stream of this process, or another owner's by its handle (`owned=False`, as torch's)."""
 
     def __init__(self, device: int, handle: int, *, owned: bool) -> None:
         self.device = device
@@ -203,7 +203,7 @@ class Stream(Closing):
 
     @classmethod
     def of(cls, device: int, handle: int) -> Self:
-        """Somebody else's stream, which must outlive this object."""
+        """Another owner's stream, which must outlive this object."""
         return cls(device, handle, owned=False)
 
     def synchronize(self) -> None:
@@ -217,13 +217,13 @@ class Stream(Closing):
         return _is_done("cudaStreamQuery", self.handle)
 
     def close(self) -> None:
-        """Destroy it, if it is ours; work that was submitted goes on. Harmless when closed."""
+        """Destroy an owned stream; submitted work goes on. Harmless when closed."""
         if self._owned:
             self._owned = False
             use(self.device)
             call("cudaStreamDestroy", self.handle)
 
-    # What cuda-core asks of a foreign stream.
+    # cuda-core's protocol for foreign streams.
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
 
@@ -271,7 +271,7 @@ class Event:
         return _is_done("cudaEventQuery", self.handle)
 
     def hold(self, stream: int) -> None:
-        """Have a stream wait for the last record; the host does not."""
+        """Have a stream wait for the last record; the host does not wait."""
         use(self.device)
         call("cudaStreamWaitEvent", stream, self.handle, 0)
 
@@ -281,7 +281,7 @@ class Event:
         call("cudaEventSynchronize", self.handle)
 
     def close(self) -> None:
-        """Destroy it; waits that were submitted stay valid."""
+        """Destroy it; submitted waits stay valid."""
         use(self.device)
         call("cudaEventDestroy", self.handle)
 
@@ -298,8 +298,8 @@ def copy(destination: int, source: int, length_bytes: int, *, device: int, strea
 def copy_batch(operations: Operations, *, device: int, stream: int) -> None:
     """Copy many stretches in one call, in any order among themselves, by the copy engines. `stream` is not the default one.
 
-    Registered host memory and device memory only, and none across the border of a registration. Raises TransportError when this
-    driver cannot (before CUDA 12.8).
+    Only device memory and registered host memory, and no stretch across the border of a registration. Raises TransportError when
+    this driver cannot (before CUDA 12.8).
     """
     if not len(operations):
         return
@@ -317,7 +317,7 @@ def can_reach(device: int, other: int) -> bool:
 
 @cache
 def reach(device: int, other: int) -> None:
-    """Switch on that `device` reads and writes the memory of `other`, for this process. Raises UnsupportedError."""
+    """Let `device` read and write the memory of `other`, in this process. Raises UnsupportedError."""
     if device == other:
         return
     if not can_reach(device, other):
@@ -334,7 +334,7 @@ def reach(device: int, other: int) -> None:
 
 
 def call(name: str, *arguments: Any) -> Any:  # noqa: ANN401
-    """Call the runtime; what it returns besides its code: None, a value or a tuple. Raises TransportError."""
+    """Call the runtime and return its answer without the code: None, a value or a tuple. Raises TransportError."""
     code, *values = getattr(library(), name)(*arguments)
     if int(code):
         raise TransportError(f"CUDA: {name} failed: {_text(code)}")
@@ -346,7 +346,7 @@ def call(name: str, *arguments: Any) -> Any:  # noqa: ANN401
 def _is_done(name: str, handle: Any) -> bool:  # noqa: ANN401
     (code,) = getattr(library(), name)(handle)
     if int(code) == _NOT_READY:
-        library().cudaGetLastError()  # it is no error, but the next who looks for one would find it
+        library().cudaGetLastError()  # "not ready" is no error, but the next call of this function would return it
         return False
     if int(code):
         raise TransportError(f"CUDA: {name} failed: {_text(code)}")

@@ -1,4 +1,4 @@
-"""Device memory with an owner, and stretches of memory on their way to a kernel: segments, and the arrays that the device reads."""
+"""Arguments of kernels: segments of stretches, arrays on their way to the device, and device memory with an owner."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import UnsupportedError
+from kvbridge.core.plan.operations import AddressArray
 from kvbridge.kernels.cuda import runtime
 
 LINE_BYTES = 128
 """Segments begin at cache lines."""
 SMALLEST_STAGING_BYTES = 64 * 1024
-
-AddressArray = npt.NDArray[np.uint64]
 
 
 class DeviceBytes:
@@ -30,12 +29,12 @@ class DeviceBytes:
         self.address = runtime.allocate(device, length_bytes)
 
     def write(self, content: np.ndarray[Any, Any], *, offset_bytes: int = 0) -> None:
-        """Put an array there, and wait until it is."""
+        """Copy an array there, and wait for the copy."""
         flat = np.ascontiguousarray(content)
         self._copy(self.address + offset_bytes, flat.ctypes.data, flat.nbytes)
 
     def read(self, offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint8]:
-        """Wait for everything on the device, and return what is there then."""
+        """Wait for everything on the device, and return its bytes then."""
         runtime.synchronize(self.device)
         found = np.empty(length_bytes, dtype=np.uint8)
         self._copy(found.ctypes.data, self.address + offset_bytes, length_bytes)
@@ -88,7 +87,7 @@ class Staging:
         runtime.register_host(
             self._host.ctypes.data, length_bytes, device=device, label="staging of a kernel's arguments"
         )
-        # Whoever forgets to close this must not leave a registration behind: other memory will be mapped at the same address.
+        # Without this an owner that forgets to close would leave a registration behind, and other memory will be mapped there.
         self._unregister = weakref.finalize(self, runtime.unregister_host, self._host.ctypes.data)
         self._unregister.atexit = False
         self._memory = DeviceBytes(device, length_bytes)
@@ -115,7 +114,7 @@ class Staging:
         return self._host[offset : offset + length_bytes]
 
     def record(self, stream: int) -> None:
-        """Everything that uses it has been submitted."""
+        """Note that everything that uses it has been submitted."""
         self._event.record(stream)
 
     def idle(self) -> bool:
@@ -135,15 +134,15 @@ class Staging:
 
 
 class StagingPool:
-    """As many stagings as are in use at once; each grows when something larger comes."""
+    """As many stagings as are in use at once. One that is too short is replaced by a longer one."""
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._all: list[Staging] = []
-        """The one that was used longest ago first."""
+        """The least recently used one first."""
 
     def reserve(self, length_bytes: int, count: int) -> None:
-        """Have `count` for so many bytes each before they are needed: making one allocates, which may wait for the device."""
+        """Make `count` stagings of so many bytes each beforehand, because making one allocates, which may wait for the device."""
         needed = self._rounded(length_bytes)
         while sum(staging.length_bytes >= needed for staging in self._all) < count:
             self._all.append(Staging(self._device, needed))
@@ -153,11 +152,10 @@ class StagingPool:
         return max(SMALLEST_STAGING_BYTES, 1 << (length_bytes + 64).bit_length())
 
     def take(self, length_bytes: int) -> Staging:
-        """Return one that is not in use and long enough for arrays of so many bytes in all. Makes one if there is none."""
+        """Return a staging that is idle and long enough for arrays of so many bytes in all. Makes one if there is none."""
         needed = self._rounded(length_bytes)
         found = next((each for each in self._all if each.length_bytes >= needed and each.idle()), None)
         if found is None:
-            # One that is too short is replaced, so that there are never more than were in use at once.
             short = next((each for each in self._all if each.length_bytes < needed and each.idle()), None)
             if short is not None:
                 self._all.remove(short)

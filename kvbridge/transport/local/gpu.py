@@ -1,10 +1,10 @@
-"""Transfers that a device makes: the streams of one transport, and slices of transfers on them.
+"""Transfers that a device makes: the streams of one transport, slices of transfers on them, and host memory that devices use.
 
 A device copies by its copy engines where operations are long, by a kernel where they are short and many (37,440-byte pages to
-the host on one H200: engines 20 GB/s, kernel 49; 786 KB rows: engines 51). Four streams a device (engines and kernel, over the
-host link and between devices), so that what goes over NVLink does not wait for what goes over PCIe. How much may be on a stream
-is bounded, which bounds how long an aborted transfer takes to become quiet, how long a short transfer waits behind long ones, and
-what still arrives from a process that was killed.
+the host on one H200: engines 20 GB/s, kernel 49; 786 KB rows: engines 51). A device has four streams (engines and kernel, over the
+host link and between devices), so that copies over NVLink do not wait for those over PCIe. The copies on a stream are bounded. This
+bounds how long an aborted transfer takes to become quiet, how long a short transfer waits behind long ones, and how much still
+arrives from a process that was killed.
 
 There is no thread: a device copies by itself, so a poll looks at what is done, starts the next slices and returns. A
 slice that was started cannot be taken back; after a failure nothing further is started, and the transfer is quiet when
@@ -14,19 +14,27 @@ timeout, and `close` raises, since only the end of the process stops such a devi
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+
+import structlog
 
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.core.process import Clock, monotonic
+from kvbridge.core.process import Clock, Closing, monotonic
 from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import Event
-from kvbridge.transport.local.memory import DeviceAccess
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.extent import Progress as Report
+from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_range
+from kvbridge.pool.memory.shared_mapping import SharedMapping
+from kvbridge.transport.calls import apart, start_thread
 from kvbridge.transport.windowed import (
     DONE,
     PENDING,
@@ -39,6 +47,10 @@ from kvbridge.transport.windowed import (
     WindowLimits,
 )
 
+log = structlog.get_logger(__name__)
+
+HOST = -1
+"""In place of a device: no device, but the host."""
 CLOSE_PAUSE_S = 0.0002
 UNBOUNDED = 1 << 62
 
@@ -47,7 +59,7 @@ _abandoned: list[object] = []
 
 
 class Way(Enum):
-    """What of a device copies."""
+    """The part of a device that copies."""
 
     ENGINES = "copy engines"
     KERNEL = "copy kernel"
@@ -58,21 +70,21 @@ STREAM_SLICES = 4
 SLICE_OPERATIONS = {Way.ENGINES: 128, Way.KERNEL: 8192}
 """The engines' queue holds about a thousand copies, and a call waits when it is full."""
 FIRST_OPERATIONS = {Way.ENGINES: 16, Way.KERNEL: 256}
-"""Of a transfer: few, so that the device begins at once and copies these while it is given the next ones."""
+"""In a transfer's first slice: few, so that the device begins at once and copies these while it is given the next ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What transfers have in common that share a stream. Routes of one device run beside each other."""
+    """The key of a stream. Routes of one device run beside each other."""
 
     way: Way
     device: int
     over_host_link: bool = False
-    """Whether some end is host memory: such copies must not hold up those between devices."""
+    """Whether either end is host memory: such copies must not hold up those between devices."""
 
 
 class CopyStream:
-    """Copies slices one after another, without the caller's waiting for them."""
+    """Copies slices one after another; the caller does not wait."""
 
     def __init__(self, route: Route, *, kernel_blocks: int) -> None:
         """`kernel_blocks`: for copies to and from the host; between devices every multiprocessor works.
@@ -80,9 +92,9 @@ class CopyStream:
         Raises UnsupportedError or KernelBuildError when the device cannot copy this way.
         """
         self.slice_operations = SLICE_OPERATIONS[route.way]
-        """The most that one slice may hold, so that starting it takes a fraction of a millisecond."""
+        """The most in one slice, so that starting it takes a fraction of a millisecond."""
         self.first_operations = FIRST_OPERATIONS[route.way]
-        """The most that a transfer's first slice may hold."""
+        """The most in a transfer's first slice."""
         self._route = route
         self._stream = runtime.Stream.create(route.device)
         self._free: list[Event] = []
@@ -93,7 +105,7 @@ class CopyStream:
             self._kernel.reserve(self.slice_operations, STREAM_SLICES)  # later it would stop an engine of this process
 
     def start(self, operations: Operations) -> None:
-        """Give operations to the device. After an error some of them may be on their way."""
+        """Give operations to the device. After an error it may have some of them."""
         if self._kernel is not None:
             self._kernel.submit(operations, stream=self._stream.handle)
         else:
@@ -106,11 +118,11 @@ class CopyStream:
         return event
 
     def release(self, mark: Event) -> None:
-        """Return a mark that was reached."""
+        """Take back a mark that was reached."""
         self._free.append(mark)
 
     def close(self) -> None:
-        """Give everything up. Nothing is on its way."""
+        """Free everything. Nothing is on its way."""
         for event in self._free:
             event.close()
         self._free.clear()
@@ -126,7 +138,7 @@ class _Slice:
     operations: int
     size_bytes: int
     refused: str = ""
-    """Why it was refused; a part of it may have been taken all the same."""
+    """Why the device refused it; the device may have taken a part."""
 
 
 class DeviceWrites(Submitter[_Slice]):
@@ -148,10 +160,9 @@ class DeviceWrites(Submitter[_Slice]):
         self._window = window
         self._slices: deque[_Slice] = deque()
         self.broken = ""
-        """How the device has failed, which then will not finish anything any more."""
+        """How the device has failed; it finishes nothing any more."""
 
     def waits_for(self) -> str:
-        """Say which memory the device may not use yet."""
         for access in self._accesses:
             if access.error:
                 raise TransportError(access.error)
@@ -159,7 +170,7 @@ class DeviceWrites(Submitter[_Slice]):
         return repr(self._accesses[0]) if self._accesses else ""
 
     def start(self, first: int, stop: int) -> _Slice:
-        """Give a slice to the device. One that is refused is waited for like any other."""
+        """Give a slice to the device. A refused slice is waited for like any other."""
         part = self._operations[first:stop]
         made = _Slice(None, stop - first, part.total_bytes)
         try:
@@ -176,7 +187,7 @@ class DeviceWrites(Submitter[_Slice]):
         return made
 
     def check(self, handle: _Slice) -> Check:
-        """Ask the device. One that has failed says so of every later call, and nobody can say when its copies end."""
+        """Ask the device. After a failure every later call fails, and nobody can say when its copies end."""
         try:
             if not self.broken and handle.mark is not None and not handle.mark.reached():
                 return PENDING
@@ -189,11 +200,11 @@ class DeviceWrites(Submitter[_Slice]):
         return Check(Progress.FAILED, handle.refused) if handle.refused else DONE
 
     def end(self) -> None:
-        """Let go of the memory, unless the device is still at it."""
+        """Let go of the memory, unless the device still uses it."""
         self.drained()
 
     def drained(self) -> bool:
-        """Return whether nothing of a transfer that has ended is on its way; its slices leave the window as they end."""
+        """Return whether a transfer that has ended has nothing on its way; its slices leave the window as they end."""
         while self._slices:
             oldest = self._slices[0]
             if self.check(oldest).progress not in {Progress.DONE, Progress.FAILED}:
@@ -223,14 +234,14 @@ class DeviceCopier:
         self._quiet_timeout_s = quiet_timeout_s
         self._clock = clock
         self._streams: dict[Route, tuple[CopyStream, Window]] = {}
-        """With what is on each of them, over all transfers."""
+        """Each with its window, over all transfers."""
         self._begun: list[tuple[DeviceTransfer, DeviceWrites]] = []
 
     def __repr__(self) -> str:
         return f"<DeviceCopier: {len(self._begun)} transfers on {len(self._streams)} streams>"
 
     def prepare(self, routes: Iterable[Route]) -> None:
-        """Make streams now, which may compile a kernel and takes up to a second, instead of with the first transfer."""
+        """Make streams before the first transfer: that may compile a kernel, and takes up to a second."""
         for route in routes:
             self._stream(route)
 
@@ -244,27 +255,20 @@ class DeviceCopier:
         accesses: Sequence[DeviceAccess] = (),
         keep_alive: object = None,
     ) -> DeviceTransfer:
-        """Return a transfer between addresses of this process; its first slices are started by its first poll.
+        """Return a transfer between addresses of this process; its first poll starts its first slices.
 
-        Nothing is started before all of `accesses` are ready; one that has failed fails the transfer. `keep_alive` is whatever
-        keeps both ends mapped.
+        Nothing is started before all of `accesses` are ready; one that has failed fails the transfer. `keep_alive` keeps both ends
+        mapped.
         """
         self._begun = [each for each in self._begun if not _has_ended(*each)]
         stream, window = self._stream(route)
         writes = DeviceWrites(operations, stream, window, accesses=accesses, keep_alive=keep_alive)
-        made = WindowedTransfer(
-            operations,
-            writes,
-            window,
-            peer=peer,
-            deadline_s=deadline_s,
-            clock=self._clock,
-        )
+        made = WindowedTransfer(operations, writes, window, peer=peer, deadline_s=deadline_s, clock=self._clock)
         self._begun.append((made, writes))
         return made
 
     def close(self, *, timeout_s: float) -> None:
-        """Start nothing further, wait for what was started, and end. Raises TransportError after `timeout_s`."""
+        """Start nothing further, and wait for everything that was started. Raises TransportError after `timeout_s`."""
         ends_at_s = time.monotonic() + timeout_s
         for transfer, _ in self._begun:
             transfer.abort("the transport was closed")
@@ -279,8 +283,8 @@ class DeviceCopier:
             _abandoned.extend(self._begun)
             transfer, writes = self._begun[0]
             raise TransportError(
-                f"a device has not finished what {len(self._begun)} transfers had started, and either has failed or takes longer "
-                f"than transports.local.close_timeout_s ({timeout_s:g} s): {writes.broken or transfer.poll().error or transfer}. "
+                f"a device has not finished what {len(self._begun)} transfers had started: it has failed, or takes longer than "
+                f"transports.local.close_timeout_s ({timeout_s:g} s): {writes.broken or transfer.poll().error or transfer}. "
                 "It may still write, so the pages of these transfers must not be used again before this process has ended"
             )
         for stream, _ in self._streams.values():
@@ -305,3 +309,106 @@ class DeviceCopier:
 
 def _has_ended(transfer: DeviceTransfer, writes: DeviceWrites) -> bool:
     return transfer.state.terminal and writes.drained()
+
+
+# ------------------------------------------------------------------------------------------- host memory that devices use
+
+
+class _CancelledError(Exception):
+    """Ends a registration from its progress report."""
+
+
+class DeviceAccess:
+    """Host memory that devices may use once it is `ready`; `error` says why they never will. Registering begins at once.
+
+    Registering host memory with CUDA takes 0.05 to 0.4 s for each GiB, minutes for a large pool, and a rank worker must not stop
+    for so long. So connecting waits for a short time only, and transfers that need the memory wait for the rest. Other CUDA calls
+    of the process may be held up while the driver pins a piece.
+    """
+
+    def __init__(
+        self, length_bytes: int, register: Callable[[Report], Closing], *, label: str, at_once: bool = False
+    ) -> None:
+        """`at_once`: the memory is registered already, so registering takes no time."""
+        self.length_bytes = length_bytes
+        self.error = ""
+        self._label = label
+        self._at_once = at_once
+        self._done_bytes = 0
+        self._ended = threading.Event()
+        self._registration: Closing | None = None
+        self._cancelled = False
+        if at_once:
+            self._run(register)
+            return
+        log.info("registering_memory", memory=label, bytes=length_bytes)
+        try:
+            start_thread(self._run, register, name="kvbridge-register")
+        except TransportError as error:
+            self.error = f"{label}: {error}"
+            self._ended.set()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.error else "ready" if self.ready else "being registered"
+        return f"<DeviceAccess to {self._label}: {self._done_bytes} of {self.length_bytes} bytes, {state}>"
+
+    @property
+    def ready(self) -> bool:
+        """Whether devices may use the memory."""
+        return self._ended.is_set() and not self.error
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait so long at most until it is ready or has failed; return whether it is either."""
+        return self._ended.wait(timeout_s)
+
+    def close(self, then: Callable[[], None] = lambda: None) -> None:
+        """End the registration, then call `then`, on another thread. No device uses the memory any more.
+
+        A registration that is still being made ends with its present piece.
+        """
+        self._cancelled = True
+        end = partial(self._end, then)
+        if self._at_once:
+            end()
+        else:
+            apart(end, name="kvbridge-unregister")
+
+    def _run(self, register: Callable[[Report], Closing]) -> None:
+        try:
+            self._registration = register(self._report)
+        except _CancelledError:
+            self.error = f"{self._label}: nobody needs it any more"
+        except Exception as error:
+            self.error = str(error) or repr(error)
+            known = isinstance(error, BridgeError)
+            log.error("memory_not_registered", memory=self._label, reason=self.error, exc_info=None if known else error)
+        self._ended.set()
+
+    def _report(self, done_bytes: int, _: int) -> None:
+        self._done_bytes = done_bytes
+        if self._cancelled:
+            raise _CancelledError
+
+    def _end(self, then: Callable[[], None]) -> None:
+        self._ended.wait()
+        registration, self._registration = self._registration, None
+        try:
+            if registration is not None:
+                registration.close()
+        except BridgeError as error:
+            log.error("memory_not_unregistered", memory=self._label, reason=str(error))
+        then()
+
+
+def device_access(
+    memory: Sequence[SharedMapping | Extent], device: int, extents: Sequence[Extent], *, label: str
+) -> DeviceAccess:
+    """Have memory registered with CUDA in the background. No operation crosses the borders of `extents`."""
+    known = all(registered_range((each.address, each.length_bytes)) is not None for each in memory)
+    total_bytes = sum(each.length_bytes for each in memory)
+    return DeviceAccess(
+        total_bytes,
+        lambda report: HostRegistration(memory, extents=extents, device=device, on_progress=report),
+        label=label,
+        at_once=known,
+    )

@@ -1,15 +1,15 @@
-"""Two processes and one host: the proof that they share it, and the locks by which one sees who can write to it.
+"""Two processes of one host: the proof that they share it, and the locks by which a process sees who can write to its memory.
 
 Proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
 kernel's boot id is the same, a secret that the peer wrote beside its shared memory reads back alike, the peer still
 holds the lock on that file (so it lives), and each shared file has the device, the inode and the owner that the
-peer saw. The owner must be that of the proof, so nobody can have this process write into files that are not his
-own.
+peer saw. The owner must be that of the proof, so no peer can have this process write into files of another user.
 
-A process cannot shut out a writer that maps its file, but it can know: whoever maps a file under an endpoint of some epoch holds a
-shared lock on that epoch's byte of it, far behind its end, and the kernel takes the lock away when the process ends, after its last
-store. For each device allocation an empty `LockFile` takes those locks. It belongs to the process, not to one of its transports: an
-endpoint of an earlier epoch was given out by an earlier transport. It ends with the process, and so does the memory.
+A process cannot shut out a writer that maps its file, but it can know about the writer. A process that maps a file under an
+endpoint of some epoch holds a shared lock on that epoch's byte, far behind the file's end. The kernel takes the lock away when the
+process ends, after its last store. For each device allocation an empty lock file (`LockFiles`) takes those locks. A lock file
+belongs to the process, not to a transport, because an earlier transport gave out the endpoints of earlier epochs. It ends with the
+process, and so does the memory.
 
 The life of an endpoint, with R who gives it out and W who writes by it:
 
@@ -19,7 +19,7 @@ The life of an endpoint, with R who gives it out and W who writes by it:
 4. R tries to lock the bytes before 4 of each file. While R cannot, some W may still write.
 5. W lets go of the peer, or ends: W's lock goes. R's next look finds the bytes free, and epoch 3 is revoked.
 
-A killed writer's locks go a little before its CUDA context, so what the device was given still arrives. It is bounded by bytes
+A killed writer's locks go a little before its CUDA context, so copies that its device has still arrive. Their bytes are bounded
 (`local.gpu`), and on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
 """
 
@@ -51,7 +51,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SECRET_BYTES = 32
 
 EPOCH_BYTES_START = 1 << 61
-"""Where the bytes lie whose locks say under which epochs a file is mapped."""
+"""The place in a file of the byte of epoch 0; the lock on an epoch's byte says that the file is mapped under it."""
 _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock`: type, whence, start, length, process (0, as open-file-description locks want it)."""
 
@@ -59,7 +59,7 @@ FilePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 
 
 class FileIdentity(FrozenModel):
-    """A file as the kernel knows it."""
+    """A file and the kernel's numbers for it."""
 
     path: FilePath
     device: NonNegative
@@ -69,7 +69,7 @@ class FileIdentity(FrozenModel):
 
 
 class HostClaim(FrozenModel):
-    """What a process says of the host that it is on."""
+    """A process's claim to be on a host."""
 
     pid: Positive
     boot_id: Annotated[str, Field(max_length=64)]
@@ -87,94 +87,103 @@ class SharedExtent(FrozenModel):
     offset_bytes: NonNegative
 
 
-class Proof:
-    """A file with a secret, locked for as long as its writer lives; removed by `close`."""
+class HostFile:
+    """A file of this host, held open until the last reference goes: its name can be removed, or lead to another file."""
 
-    def __init__(self, directory: Path) -> None:
-        secret = secrets.token_hex(SECRET_BYTES)
-        self._descriptor, file = _locked_file(directory, secret)
-        self.claim = HostClaim(pid=os.getpid(), boot_id=_boot_id(), file=file, secret=secret)
+    def __init__(self, descriptor: int, path: str) -> None:
+        """`descriptor` becomes this object's own."""
+        self.descriptor = descriptor
+        self._closing = weakref.finalize(self, os.close, descriptor)
+        self._closing.atexit = False  # locks are held until the process has ended
+        found = os.fstat(descriptor)
+        absolute = str(Path(path).absolute())
+        self.identity = FileIdentity(path=absolute, device=found.st_dev, inode=found.st_ino, owner=found.st_uid)
 
-    def close(self) -> None:
-        """Remove the file. Peers that are connected stay connected; nobody else can connect any more."""
-        with contextlib.suppress(FileNotFoundError):
-            Path(self.claim.file.path).unlink()
-        os.close(self._descriptor)
-
-
-class LockFile:
-    """The file on which writers to one device allocation of this process hold their locks; removed at its end."""
-
-    def __init__(self, directory: Path) -> None:
-        self.descriptor, self.file = _locked_file(directory, "")
+    @classmethod
+    def locked(cls, directory: Path, content: str = "") -> HostFile:
+        """Make a file with the lock of this process. Raises RegistrationError."""
+        path = directory / f"{PROOF_PREFIX}{secrets.token_hex(8)}"
+        descriptor = -1
+        try:
+            # The file gets its name only when it is locked, because a sweep removes named files without a lock.
+            descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            os.write(descriptor, content.encode())
+            os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise RegistrationError(
+                f"cannot write {path}, by which peers recognise that they share this host: {error}; make the directory of the "
+                "shared memory (transports.local.proof_directory where there is none) writable for this process"
+            ) from error
+        return cls(descriptor, str(path))
 
     @property
     def has_name(self) -> bool:
         """Whether others can still open it by its path."""
         try:
-            return os.path.samestat(Path(self.file.path).stat(), os.fstat(self.descriptor))
+            return os.path.samestat(Path(self.identity.path).stat(), os.fstat(self.descriptor))
         except OSError:
             return False
 
     def remove_name(self) -> None:
-        """Nobody opens it by its path any more. Harmless when it has none."""
+        """Harmless when it has none."""
         with contextlib.suppress(OSError):
-            Path(self.file.path).unlink()
+            Path(self.identity.path).unlink()
+
+    def close(self) -> None:
+        """Give up the descriptor, and with it the locks. Harmless when closed."""
+        self._closing()
+
+
+class Proof:
+    """A file with a secret, locked for as long as its writer lives; removed by `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        secret = secrets.token_hex(SECRET_BYTES)
+        self._file = HostFile.locked(directory, secret)
+        self.claim = HostClaim(pid=os.getpid(), boot_id=_boot_id(), file=self._file.identity, secret=secret)
+
+    def close(self) -> None:
+        """Remove the file. Peers that are connected stay connected; nobody else can connect any more."""
+        self._file.remove_name()
+        self._file.close()
 
 
 class LockFiles:
-    """The lock files of one process, by device and address. Any thread may ask."""
+    """Lock files for the device allocations of one process, by device and address of the allocation. Any thread may ask."""
 
     def __init__(self) -> None:
-        self._files: dict[tuple[int, int], list[LockFile]] = {}
+        self._files: dict[tuple[int, int], list[HostFile]] = {}
         self._lock = threading.Lock()
 
-    def to_name(self, device: int, address: int, directory: Path) -> LockFile:
-        """The lock file that peers of the device memory at an address are told of; made in `directory` when there is none.
+    def to_name(self, device: int, address: int, directory: Path) -> HostFile:
+        """Return the lock file for the device memory at an address; make it in `directory` when there is none.
 
-        So too when the last one's name is gone, with the folder that it was in: peers could not open it.
+        Make another one when the name of the last one is gone with its folder, because peers could not open it.
         """
         with self._lock:
             made = self._files.setdefault((device, address), [])
             if not made or not made[-1].has_name:
-                made.append(LockFile(directory))
+                made.append(HostFile.locked(directory))
             return made[-1]
 
-    def known(self, device: int, address: int) -> tuple[LockFile, ...]:
-        """Every lock file of the device memory at an address that was ever named to a peer."""
+    def known(self, device: int, address: int) -> tuple[HostFile, ...]:
+        """Return every lock file of the device memory at an address that peers may know."""
         with self._lock:
             return tuple(self._files.get((device, address), ()))
 
     def remove_names(self) -> None:
         """Remove the names of all, at the end of the process; called where exit handlers do not run, too."""
         with self._lock:
-            for lock_file in (lock_file for made in self._files.values() for lock_file in made):
-                lock_file.remove_name()
+            for file in (file for made in self._files.values() for file in made):
+                file.remove_name()
 
 
 PROCESS_LOCK_FILES = LockFiles()
-"""Those of this process: its memory, and with it who may write there, outlives the transports that name it."""
+"""Those of this process: its memory, and the locks of its writers, outlive the transports that name it."""
 atexit.register(PROCESS_LOCK_FILES.remove_names)
-
-
-def _locked_file(directory: Path, content: str) -> tuple[int, FileIdentity]:
-    """Make a file that this process holds the lock of, and return its descriptor and itself."""
-    path = directory / f"{PROOF_PREFIX}{secrets.token_hex(8)}"
-    descriptor = -1
-    try:
-        # It gets its name only when it is locked, so that a sweep for files of the dead cannot take it for one.
-        descriptor = os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.write(descriptor, content.encode())
-        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
-    except OSError as error:
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise RegistrationError(
-            f"cannot write {path}, by which peers recognise that they share this host: {error}; make the directory of the "
-            "shared memory (transports.local.proof_directory where there is none) writable for this process"
-        ) from error
-    return descriptor, identity_of(str(path), os.fstat(descriptor))
 
 
 def require_same_host(told: HostClaim) -> None:
@@ -196,9 +205,9 @@ def require_same_host(told: HostClaim) -> None:
 class Presence:
     """The lock by which a peer sees that its files are mapped here under an endpoint of some epoch.
 
-    One file stands for all of an endpoint, since `writers_before` looks at each. It is taken before the peer's proof is
-    looked at: a peer that revokes an endpoint first closes its transport, and with it the proof, and then looks for
-    locks, so it finds either the lock or nobody. Let go with the last reference.
+    One file stands for all files of an endpoint, since `writers_before` looks at each. Take the lock before looking at the peer's
+    proof: a peer that revokes an endpoint first closes its transport, and with it the proof, and then looks for
+    locks, so it finds the lock, or the writer finds no proof. The lock goes with the last reference.
     """
 
     def __init__(self, told: HostClaim, identity: FileIdentity, epoch: int) -> None:
@@ -210,10 +219,10 @@ class Presence:
             raise TransportError(f"{who} has just revoked the endpoint that it gave out; ask it for its present one")
 
 
-def writers_before(files: Iterable[SharedFile | LockFile], epoch: int) -> bool:
+def writers_before(files: Iterable[HostFile], epoch: int) -> bool:
     """Whether some process may have one of these files mapped under an endpoint of an epoch earlier than `epoch`.
 
-    The look is a lock that is taken and given back at once, by a descriptor that is open anyway.
+    Takes the lock and gives it back at once, by a descriptor that is open anyway.
     """
     for file in files:
         if not _lock(file.descriptor, fcntl.F_WRLCK, EPOCH_BYTES_START, epoch):
@@ -223,7 +232,7 @@ def writers_before(files: Iterable[SharedFile | LockFile], epoch: int) -> bool:
 
 
 def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
-    """Take an open-file-description lock (Linux, fcntl(2)) without waiting; whether it was free."""
+    """Take an open-file-description lock (Linux, fcntl(2)) without waiting. Returns whether it was free."""
     if not length:
         return True
     try:
@@ -233,28 +242,13 @@ def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
     return True
 
 
-class SharedFile:
-    """A shared file that this process has mapped, held open: its name can be removed, or lead to another file, at any time."""
-
-    def __init__(self, path: str) -> None:
-        """Raises OSError."""
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self.descriptor)
-        self.identity = identity_of(path, os.fstat(self.descriptor))
-
-    @property
-    def length_bytes(self) -> int:
-        """Return the present length of the file."""
-        return os.fstat(self.descriptor).st_size
+_shared_files: weakref.WeakValueDictionary[tuple[str, int], HostFile] = weakref.WeakValueDictionary()
+"""Files of registered memory, by path and address of the mapping: a transport's successor registers the same memory while the
+transport is still open, and takes the file from here."""
 
 
-_shared_files: weakref.WeakValueDictionary[tuple[str, int], SharedFile] = weakref.WeakValueDictionary()
-"""Those that some transport of this process holds, by path and address of the mapping: its successor registers the same memory
-while it is still open, and takes the file from here."""
-
-
-def shared_file(memory: Extent) -> SharedFile | None:
-    """The file behind some memory, None if there is none. Raises RegistrationError when the file does not hold it."""
+def shared_file(memory: Extent) -> HostFile | None:
+    """Return the file behind some memory, if there is one. Raises RegistrationError when the file does not hold the memory."""
     if not isinstance(memory.origin, FileOrigin):
         return None
     path = memory.origin.path
@@ -263,28 +257,23 @@ def shared_file(memory: Extent) -> SharedFile | None:
     file = _shared_files.get(key)
     if file is None:
         try:
-            file = _shared_files[key] = SharedFile(path)
+            file = _shared_files[key] = HostFile(os.open(path, os.O_RDWR | os.O_CLOEXEC), path)
         except OSError as error:
             raise RegistrationError(
                 f"{label}: the shared file cannot be reached: {error}; keep it while it is used"
             ) from error
-    if memory.offset_bytes + memory.length_bytes > file.length_bytes:
+    file_bytes = os.fstat(file.descriptor).st_size
+    if memory.offset_bytes + memory.length_bytes > file_bytes:
         raise RegistrationError(
             f"{label}: {memory.length_bytes} bytes at offset {memory.offset_bytes} do not fit into the "
-            f"{file.length_bytes} bytes of {path}"
+            f"{file_bytes} bytes of {path}"
         )
     return file
 
 
-def identity_of(path: str, found: os.stat_result) -> FileIdentity:
-    """The file that a path led to."""
-    absolute = str(Path(path).absolute())
-    return FileIdentity(path=absolute, device=found.st_dev, inode=found.st_ino, owner=found.st_uid)
-
-
 @contextlib.contextmanager
 def opened(who: str, told: FileIdentity, flags: int) -> Iterator[int]:
-    """Open a file that a peer named, provided that it is the file that the peer meant."""
+    """Open a file that a peer named. Raises TransportError unless it is the file that the peer meant."""
     try:
         descriptor = os.open(told.path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

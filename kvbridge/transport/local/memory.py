@@ -1,319 +1,258 @@
-"""The memory of this process that a local transport has registered, and host memory made usable by devices.
+"""Memory that a peer on this host shares, within reach of this process for as long as anything is written there.
 
-Registering host memory with CUDA takes 0.05 to 0.4 s for each GiB, minutes for a large pool, and a rank worker must not stop for
-so long. So connecting waits for a short time only, and transfers that need the memory wait for the rest. Other CUDA calls of the
-process may be held up while the driver pins a piece.
+The ranks of a decode node share one host pool, and a new epoch names the old files; a pool of hundreds of GiB is
+mapped and pinned once all the same. A mapping lives as long as somebody holds its `MappedFile`.
+
+While a peer has device memory open its owner must not free it: what happens then is not defined, though the driver keeps the
+memory until the last process lets go of it. So an owner frees device memory only when `Transport.revoked` has said that
+nobody can write to it, or leaves that to its own end.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-import numpy as np
 import structlog
 from pydantic import Field
 
-from kvbridge.core.errors import BridgeError, RegistrationError
-from kvbridge.core.ids import FrozenModel, MemoryKind
-from kvbridge.core.plan.operations import AddressArray
-from kvbridge.core.process import Closing
-from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
-from kvbridge.pool.memory.extent import Extent, Progress
-from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_range
+from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.ids import FrozenModel
+from kvbridge.core.wire.shared_memory import CudaOrigin
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_by_uuid, device_uuid
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.transport.extents import Extents
-from kvbridge.transport.local.host import (
-    PROCESS_LOCK_FILES,
-    FileIdentity,
-    HostClaim,
-    LockFile,
-    SharedExtent,
-    SharedFile,
-    shared_file,
-)
+from kvbridge.transport.calls import apart
+from kvbridge.transport.extents import Extents, Stretch
+from kvbridge.transport.local.gpu import HOST, DeviceAccess, device_access
+from kvbridge.transport.local.host import FileIdentity, HostClaim, Presence, SharedExtent, opened, require_same_host
 
 log = structlog.get_logger(__name__)
 
-HOST = -1
-"""In place of a device: no device, but the host."""
-
 
 class LocalEndpoint(FrozenModel):
-    """What a peer needs to know, as JSON in `Endpoint.data`."""
+    """What a transport says of itself to peers, as JSON in `Endpoint.data`."""
 
     claim: HostClaim | None
-    """None as long as no shared memory is registered."""
+    """None while no shared memory is registered."""
     files: tuple[FileIdentity, ...]
     extents: tuple[SharedExtent, ...]
     allocations: tuple[CudaOrigin, ...] = ()
     device_extents: tuple[SharedExtent, ...] = ()
     lock_file: FileIdentity | None = None
-    """Stands for the device memory where writers take their locks."""
+    """Where writers of the device memory take their locks."""
     epoch: Annotated[int, Field(ge=0, lt=1 << 60)]
     private: tuple[Annotated[str, Field(max_length=200)], ...]
     """Labels of registered memory that is not shared."""
 
 
-def apart(function: Callable[[], object], *, name: str) -> None:
-    """Do what may take long on a thread of its own, or here where the process may have no more threads."""
-    try:
-        threading.Thread(target=function, name=name, daemon=True).start()
-    except RuntimeError:
-        function()
+class MappedFile:
+    """One mapped file; unmapped when nobody holds it any more."""
+
+    def __init__(self, mapping: SharedMapping, *, resident: bool) -> None:
+        self.address = mapping.address
+        self.length_bytes = mapping.length_bytes
+        self.resident = resident
+        """Whether the file is allocated in full, so that touching all of it allocates nothing."""
+        self._mapping = mapping
+        self._accesses: list[DeviceAccess] = []
+        """At most one that has not failed."""
+        self._lock = threading.Lock()
+        weakref.finalize(self, _dispose, mapping, self._accesses).atexit = False
+
+    def access(self, device: int, offsets: Iterable[int]) -> DeviceAccess:
+        """Have the mapping registered with CUDA in the background; a failed attempt is made again. Extents begin at `offsets`."""
+        with self._lock:
+            if not self._accesses or self._accesses[-1].error:
+                extents = [Extent(address=self.address + offset, length_bytes=1) for offset in offsets]
+                label = f"shared memory {self._mapping.path}"
+                self._accesses[:] = [device_access([self._mapping], device, extents, label=label)]
+            return self._accesses[-1]
 
 
-# ------------------------------------------------------------------------------------------- host memory and devices
+def _dispose(mapping: SharedMapping, accesses: list[DeviceAccess]) -> None:
+    """Unmap after the end of the registration, which may take long, so it has a thread of its own."""
+    if accesses:
+        accesses[-1].close(then=mapping.close)
+    else:
+        mapping.close()
 
 
-class _CancelledError(Exception):
-    """Raised through a registration by its progress report."""
+_files: weakref.WeakValueDictionary[tuple[int, int, int], MappedFile] = weakref.WeakValueDictionary()
+"""By device, inode and length of a file. No other file gets the inode while the file is mapped."""
+_files_lock = threading.Lock()
 
 
-class DeviceAccess:
-    """Host memory that devices may use once `ready`; `error` says why they never will. Registering begins at once."""
-
-    def __init__(
-        self, length_bytes: int, register: Callable[[Progress], Closing], *, label: str, at_once: bool = False
-    ) -> None:
-        """`at_once`: registering takes no time, since the memory is registered already."""
-        self.length_bytes = length_bytes
-        self.error = ""
-        self._label = label
-        self._at_once = at_once
-        self._done_bytes = 0
-        self._ended = threading.Event()
-        self._registration: Closing | None = None
-        self._cancelled = False
-        if at_once:
-            self._run(register)
-            return
-        try:
-            threading.Thread(target=self._run, args=(register,), name="kvbridge-register", daemon=True).start()
-        except RuntimeError as error:
-            self.error = (
-                f"{label}: {error}; raise the limit of processes of this rank worker (ulimit -u, TasksMax, pids.max)"
-            )
-            self._ended.set()
-
-    def __repr__(self) -> str:
-        state = "failed" if self.error else "ready" if self.ready else "being registered"
-        return f"<DeviceAccess to {self._label}: {self._done_bytes} of {self.length_bytes} bytes, {state}>"
-
-    @property
-    def ready(self) -> bool:
-        """Whether devices may use the memory."""
-        return self._ended.is_set() and not self.error
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is ready or has failed, but not longer; whether it is or has."""
-        return self._ended.wait(timeout_s)
-
-    def close(self, then: Callable[[], None] = lambda: None) -> None:
-        """End the registration, then do something more; in another thread. No device uses the memory any more.
-
-        A registration that is still being made ends with its present piece. One that others hold, too, waits for nobody.
-        """
-        self._cancelled = True
-        end = partial(self._end, then)
-        if self._at_once:
-            end()
-        else:
-            apart(end, name="kvbridge-unregister")
-
-    def _run(self, register: Callable[[Progress], Closing]) -> None:
-        if not self._at_once:
-            log.info("registering_memory", memory=self._label, bytes=self.length_bytes)
-        try:
-            self._registration = register(self._report)
-        except _CancelledError:
-            self.error = f"{self._label}: nobody needs it any more"
-        except Exception as error:
-            self.error = str(error) or repr(error)
-            known = isinstance(error, BridgeError)
-            log.error("memory_not_registered", memory=self._label, reason=self.error, exc_info=None if known else error)
-        self._ended.set()
-
-    def _report(self, done_bytes: int, _: int) -> None:
-        self._done_bytes = done_bytes
-        if self._cancelled:
-            raise _CancelledError
-
-    def _end(self, then: Callable[[], None]) -> None:
-        self._ended.wait()
-        registration, self._registration = self._registration, None
-        try:
-            if registration is not None:
-                registration.close()
-        except BridgeError as error:
-            log.error("memory_not_unregistered", memory=self._label, reason=str(error))
-        then()
-
-
-def device_access(
-    memory: Sequence[SharedMapping | Extent], device: int, extents: Sequence[Extent], *, label: str
-) -> DeviceAccess:
-    """Have memory registered with CUDA in the background; that takes no time where all of it is registered already.
-
-    No operation crosses the borders of `extents`.
-    """
-    known = all(registered_range((each.address, each.length_bytes)) is not None for each in memory)
-    total_bytes = sum(each.length_bytes for each in memory)
-    return DeviceAccess(
-        total_bytes,
-        lambda report: HostRegistration(memory, extents=extents, device=device, on_progress=report),
-        label=label,
-        at_once=known,
-    )
-
-
-class Stretch(NamedTuple):
-    """`length_bytes` that their owner knows by `address`, and this process by `here`."""
+class _Opened(NamedTuple):
+    """A file or an allocation of a peer, in this process."""
 
     address: int
     length_bytes: int
-    here: int
-    device: int = HOST
-    """The device of this process by which it is reached, for device memory."""
+    place: int
 
 
-class Reachable:
-    """Memory of one owner, looked up by the owner's addresses."""
+class PeerMemory:
+    """Everything that a peer shares, reachable here until the last reference goes."""
 
-    def __init__(self, whose: str, stretches: Iterable[Stretch]) -> None:
-        """Raises InvalidInputError when two overlap."""
-        ordered = sorted(stretches)
-        self.extents = Extents(whose, [(each.address, each.length_bytes) for each in ordered])
-        here = np.array([each.here for each in ordered], dtype=np.uint64)
-        starts = np.array([each.address for each in ordered], dtype=np.uint64)
-        self._shifts = here - starts  # wraps where memory lies below its owner's address; the sum wraps back
-        self._devices = np.array([each.device for each in ordered], dtype=np.int32)
-        self.places = frozenset(self._devices.tolist())
-        """Every device with some of the memory, and HOST for the host."""
+    def __init__(self, content: LocalEndpoint, *, device: int | None) -> None:
+        """Our `device` will write to the peer's device memory; None for the device that holds the memory.
 
-    def here(self, addresses: AddressArray) -> AddressArray:
-        """Return addresses in this process of bytes that lie in it."""
-        if not len(addresses):
-            return addresses
-        alike = (self._shifts == self._shifts[0]).all()
-        here: AddressArray = addresses + (self._shifts[0] if alike else self._shifts[self.extents.find(addresses)])
-        return here
-
-    def places_of(self, addresses: AddressArray) -> frozenset[int]:
-        """Return on which devices these lie, and HOST for the host."""
-        if len(self.places) < 2 or not len(addresses):
-            return self.places
-        return frozenset(np.unique(self._devices[self.extents.find(addresses)]).tolist())
-
-
-# ------------------------------------------------------------------------------------------- what this process has
-
-
-class OwnMemory:
-    """All registrations of one transport, on the host and on at most one device."""
-
-    def __init__(self) -> None:
-        self._parts: dict[Extent, SharedFile | None] = {}
-        self._accesses: dict[DeviceAccess, tuple[Extent, ...]] = {}
-        self._place()
-
-    def _place(self) -> None:
-        self.reachable = Reachable(
-            "this process",
-            (
-                Stretch(part.address, part.length_bytes, part.address, _place_of(part, part.device))
-                for part in self._parts
-            ),
-        )
-
-    @property
-    def device(self) -> int | None:
-        """The device with registered memory, if there is one."""
-        return next(iter(self.reachable.places - {HOST}), None)
-
-    def add(self, memory: Sequence[Extent]) -> None:
-        """Take in all or none; nothing overlaps. Raises RegistrationError."""
-        found = {part: shared_file(part) for part in memory}
-        devices = {_place_of(part, part.device) for part in (*self._parts, *memory)} - {HOST}
-        if len(devices) > 1:
-            raise RegistrationError(
-                f"device memory of {', '.join(f'cuda:{device}' for device in sorted(devices))} cannot be registered with one "
-                "local transport: it copies by one device; make a transport for each"
+        Raises TransportError, with the reason, when the peer is not to be believed or some of it is out of reach.
+        """
+        claim = content.claim
+        if claim is None:
+            raise TransportError(
+                "the peer has registered no shared memory, so the local transport cannot reach any of it"
             )
-        self._parts |= found
-        self._place()
+        self.label = f"process {claim.pid}"
+        self.fresh: list[MappedFile] = []
+        """Files that were not mapped here before."""
+        lock_file = content.files[0] if content.files else content.lock_file
+        presence = Presence(claim, lock_file, content.epoch) if lock_file is not None else None
+        require_same_host(claim)
+        if content.private:
+            raise TransportError(
+                f"{self.label} has registered memory that is not shared ({', '.join(sorted(set(content.private)))}), "
+                "which the local transport cannot write; use another transport for this pair"
+            )
+        self._presence = presence
+        self._files = [self._map(claim, identity) for identity in content.files]
+        self._content = content
+        files = [_Opened(file.address, file.length_bytes, HOST) for file in self._files]
+        stretches = [*self._reach(content.extents, files)]
+        allocations = ExitStack()
+        close = partial(_close_allocations, allocations, presence)
+        try:
+            opened_here = [_opened_allocation(origin, device, allocations) for origin in content.allocations]
+            stretches += self._reach(content.device_extents, opened_here)
+        except BridgeError as error:
+            close()
+            raise TransportError(f"the device memory of {self.label} cannot be written from here: {error}") from error
+        if content.allocations:
+            weakref.finalize(self, apart, close, name="kvbridge-close-memory").atexit = False
+        self.extents = Extents(self.label, stretches)
+        """The peer's memory, as announced. Places are devices of this process, and `HOST`."""
 
     def accesses(self, device: int) -> list[DeviceAccess]:
-        """Make all host memory usable by a device; nothing is to be done for what its owner has registered with CUDA."""
-        self._accesses = {access: parts for access, parts in self._accesses.items() if not access.error}
-        there = {part for parts in self._accesses.values() for part in parts}
-        fresh = tuple(part for part in self._parts if part.kind is MemoryKind.DRAM and part not in there)
-        if fresh:
-            label = fresh[0].label or f"memory at {fresh[0].address:#x}"
-            label += f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
-            self._accesses[device_access(fresh, device, fresh, label=label)] = fresh
-        return list(self._accesses)
+        """Have the peer's host memory registered with CUDA, in the background."""
+        offsets: dict[int, list[int]] = {}
+        for extent in self._content.extents:
+            offsets.setdefault(extent.origin, []).append(extent.offset_bytes)
+        return [file.access(device, offsets.get(number, ())) for number, file in enumerate(self._files)]
 
-    def close(self) -> None:
-        """Undo every registration with CUDA, and let go of every file. No device uses the memory any more."""
-        for access in self._accesses:
-            access.close()
-        self._accesses.clear()
-        self._parts.clear()
-        self._place()
+    def register(self, device: int, *, timeout_s: float) -> None:
+        """Have the host memory registered, and wait so long for it. Raises TransportError when that has failed by then."""
+        ends_at_s = time.monotonic() + timeout_s
+        for access in self.accesses(device):
+            access.wait(max(0.0, ends_at_s - time.monotonic()))
+            if access.error:
+                raise TransportError(
+                    f"the host memory of {self.label} cannot be written by cuda:{device}: {access.error}"
+                )
 
-    def proof_directory(self, otherwise: str) -> Path | None:
-        """Where the proof is to lie: beside the first shared file, or `otherwise`; None with nothing to share."""
-        for file in self._parts.values():
-            if file is not None:
-                return Path(file.identity.path).parent
-        return Path(otherwise) if any(part.origin is not None for part in self._parts) else None
+    def _map(self, claim: HostClaim, identity: FileIdentity) -> MappedFile:
+        if identity.owner != claim.file.owner:
+            raise TransportError(
+                f"{self.label} names {identity.path}, which belongs to another user than the process; it was refused"
+            )
+        with opened(self.label, identity, os.O_RDWR) as descriptor, _files_lock:
+            found = os.fstat(descriptor)
+            key = found.st_dev, found.st_ino, found.st_size
+            known = _files.get(key)
+            if known is not None:
+                return known
+            try:
+                mapping = SharedMapping(Path(identity.path), mmap.mmap(descriptor, 0), owner=False)
+            except (OSError, ValueError) as error:
+                raise TransportError(f"cannot map {identity.path} of {self.label}: {error}") from error
+            made = _files[key] = MappedFile(mapping, resident=found.st_blocks * 512 >= found.st_size)
+            self.fresh.append(made)
+            return made
 
-    def describe(self, claim: HostClaim | None, epoch: int) -> LocalEndpoint:
-        """Say what is registered. Makes the lock file of device memory, beside the proof."""
-        files: dict[FileIdentity, int] = {}
-        allocations: dict[CudaOrigin, int] = {}
-        on_host: list[SharedExtent] = []
-        on_device: list[SharedExtent] = []
-        private: list[str] = []
-        lock_file = None
-        for part, file in self._parts.items():
-            match part.origin:
-                case FileOrigin() if file is not None:
-                    on_host.append(_shared(part, files.setdefault(file.identity, len(files))))
-                case CudaOrigin() as origin:
-                    on_device.append(_shared(part, allocations.setdefault(origin, len(allocations))))
-                    if lock_file is None and claim is not None:
-                        directory = Path(claim.file.path).parent
-                        lock_file = PROCESS_LOCK_FILES.to_name(part.device, part.address, directory).file
-                case _:
-                    private.append((part.label or "unnamed")[:200])
-        return LocalEndpoint(
-            claim=claim,
-            files=tuple(files),
-            extents=tuple(on_host),
-            allocations=tuple(allocations),
-            device_extents=tuple(on_device),
-            lock_file=lock_file,
-            epoch=epoch,
-            private=tuple(private),
-        )
-
-    def lock_files(self) -> list[SharedFile | LockFile]:
-        """Files whose locks show who may write to what is registered."""
-        files = {file for file in self._parts.values() if file is not None}
-        devices = ((part.device, part.address) for part in self._parts if part.kind is MemoryKind.VRAM)
-        return [*files, *(lock_file for place in devices for lock_file in PROCESS_LOCK_FILES.known(*place))]
+    def _reach(self, extents: Iterable[SharedExtent], origins: Sequence[_Opened]) -> Iterator[Stretch]:
+        """Find what a peer shares in its opened files or allocations. Raises TransportError for bytes that are not there."""
+        for extent in extents:
+            origin = origins[extent.origin] if extent.origin < len(origins) else None
+            if origin is None or extent.offset_bytes + extent.length_bytes > origin.length_bytes:
+                raise TransportError(
+                    f"{self.label} names {extent.length_bytes} bytes that its file or allocation does not have"
+                )
+            here = origin.address + extent.offset_bytes
+            yield Stretch(extent.address, extent.length_bytes, origin.place, here - extent.address)
 
 
-def _place_of(part: Extent, device: int) -> int:
-    return device if part.kind is MemoryKind.VRAM else HOST
+def _opened_allocation(origin: CudaOrigin, device: int | None, stack: ExitStack) -> _Opened:
+    """Open an allocation; it counts from its address on."""
+    reason = runtime.reason_without_device()
+    if reason:
+        raise TransportError(f"this process has no device ({reason})")
+    _require_reach(device, origin.device_uuid)
+    made = OpenedAllocation(origin, device=device)
+    stack.callback(made.close)
+    extent = made.extent
+    found = allocation_of(extent.device, extent.address)
+    return _Opened(extent.address, sum(found) - extent.address, extent.device)
 
 
-def _shared(memory: Extent, origin: int) -> SharedExtent:
-    return SharedExtent(
-        address=memory.address, length_bytes=memory.length_bytes, origin=origin, offset_bytes=memory.offset_bytes
-    )
+def _require_reach(device: int | None, uuid: str) -> None:
+    """Refuse early, and in words, memory at which a device could only fault.
+
+    CUDA decides about a device that this process does not see: it can open the memory of such a device, too.
+    """
+    if device is None or device_uuid(device) == uuid:
+        return
+    try:
+        holder = device_by_uuid(uuid)
+    except BridgeError:
+        return
+    runtime.reach(device, holder)
+
+
+def _close_allocations(stack: ExitStack, presence: Presence | None) -> None:
+    """Let go of device memory, and then of the presence: without a presence the peer may free its memory."""
+    try:
+        stack.close()
+    except BridgeError as error:  # nobody is left who could do anything about it
+        log.warning("device_memory_not_closed", reason=str(error))
+    del presence
+
+
+# ------------------------------------------------------------------------------------------- pages of fresh mappings
+
+POPULATE_STEP_BYTES = 16 << 20
+MADV_POPULATE_WRITE = 23
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def populate(file: MappedFile) -> None:
+    """Enter the pages of a fresh mapping into this process's page table, on a thread, until nobody keeps them mapped.
+
+    Otherwise the first write through a mapping is three times slower than later ones. Only for a resident file: in others this
+    would allocate pages.
+    """
+    work = partial(_populate, weakref.ref(file), file.address, file.length_bytes)
+    apart(work, name="kvbridge-populate")
+
+
+def _populate(kept: weakref.ref[MappedFile], address: int, left_bytes: int) -> None:
+    while left_bytes:
+        file = kept()  # held while the kernel works on its pages
+        if file is None:
+            return
+        step = min(left_bytes, POPULATE_STEP_BYTES)
+        if _libc.madvise(address, step, MADV_POPULATE_WRITE):
+            return  # an older kernel knows no such advice; then first writes are slow
+        address, left_bytes = address + step, left_bytes - step
+        del file

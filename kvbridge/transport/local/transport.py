@@ -1,12 +1,12 @@
 """The transport within one host: copies from this process's memory into memory that peers share.
 
-Writing needs nothing of the peer: a frozen or dying one is written to like any other, since its memory stays mapped here. A copy is
-there or not, never on its way, so every failure is quiet, but for a device that does not finish what it was given.
+Writing needs nothing of the peer: a frozen or dying peer can be written to, since its memory stays mapped here. A copy has
+arrived or not and is never on its way, so every failure is quiet, except on a device that does not finish its copies.
 
 A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path
 between the devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a
 peer that shrinks a mapped file ends this process with the next copy into it (SIGBUS), and so does, for device copies,
-a peer that frees device memory before its writers are gone (`local.peer`).
+a peer that frees device memory before its writers are gone (`local.memory`).
 """
 
 from __future__ import annotations
@@ -15,42 +15,51 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import ClassVar
 
 from kvbridge.config.transports import LocalSettings
-from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.errors import BridgeError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
+from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import has_accelerator, runtime
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.backend import Backend, read_endpoint
-from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState
+from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, read_endpoint
 from kvbridge.transport.calls import Call
-from kvbridge.transport.local.gpu import CopyStream, DeviceCopier, Route, Way
-from kvbridge.transport.local.host import Proof, writers_before
-from kvbridge.transport.local.memory import HOST, LocalEndpoint, OwnMemory
-from kvbridge.transport.local.peer import PeerMemory, populate
-from kvbridge.transport.pump import Pump, PumpedTransfer
-from kvbridge.transport.windowed import DONE, Check, Submitter, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.local.gpu import HOST, CopyStream, DeviceAccess, DeviceCopier, Route, Way, device_access
+from kvbridge.transport.local.host import (
+    PROCESS_LOCK_FILES,
+    FileIdentity,
+    HostFile,
+    Proof,
+    SharedExtent,
+    shared_file,
+    writers_before,
+)
+from kvbridge.transport.local.memory import LocalEndpoint, PeerMemory, populate
+from kvbridge.transport.windowed import DONE, Check, Pump, Submitter, Window, WindowedTransfer, WindowLimits
 
 NAME = "local"
 SLICE_OPERATIONS = 4096
-"""Of the processor; bounds a slice of very short operations to about a millisecond as well."""
+"""Of the processor: a slice of very short operations takes about a millisecond, too."""
 
 
 class LocalTransport(Backend[PeerMemory]):
-    """Copies made by one thread of this process, which starts with the first of them, and by its device."""
+    """Copies of host memory by one thread, which starts with the first copy, and of device memory by this process's device."""
 
     name: ClassVar[str] = NAME
 
     def __init__(self, settings: LocalSettings, *, epoch: int = 0, clock: Clock = monotonic) -> None:
-        """`epoch`: that of the endpoints which this transport gives out."""
+        """`epoch`: of the endpoints that this transport gives out."""
         super().__init__(clock)
         self._settings = settings
         self._epoch = epoch
-        self._own = OwnMemory()
+        self._parts: dict[Extent, HostFile | None] = {}
+        """Everything that is registered, with the file behind it."""
+        self._accesses: dict[DeviceAccess, tuple[Extent, ...]] = {}
         self._proof: Proof | None = None
         self._pump = Pump(NAME)
         self._devices = DeviceCopier(
@@ -70,7 +79,7 @@ class LocalTransport(Backend[PeerMemory]):
 
     @property
     def max_operation_bytes(self) -> int:
-        """Longer ones would hold up everybody else: a slice is the least that is copied at a time."""
+        """Longer operations would hold up other transfers: a slice is copied as a whole."""
         return self._settings.slice_bytes
 
     def _require_open(self) -> None:
@@ -80,47 +89,92 @@ class LocalTransport(Backend[PeerMemory]):
         reason = runtime.reason_without_device() if part.kind is MemoryKind.VRAM else ""
         return reason and f"it is device memory, and this process cannot use a GPU: {reason}"
 
+    def _place(self, part: Extent) -> int:
+        return part.device if part.kind is MemoryKind.VRAM else HOST
+
     def _register(self, memory: Sequence[Extent]) -> None:
-        """Memory without a shared file or allocation can be a source only."""
-        self._own.add(memory)
+        """Memory without a shared file or allocation can only be a source."""
+        found = {part: shared_file(part) for part in memory}
+        devices = (self._memory.places | {self._place(part) for part in memory}) - {HOST}
+        if len(devices) > 1:
+            raise RegistrationError(
+                f"device memory of {', '.join(f'cuda:{device}' for device in sorted(devices))} cannot be registered with one "
+                "local transport: it copies by one device; make a transport for each"
+            )
+        self._parts |= found
+
+    @property
+    def _device(self) -> int | None:
+        """The device with registered memory, if there is one."""
+        return next(iter(self._memory.places - {HOST}), None)
 
     def endpoint(self) -> Endpoint:
-        """The first call with shared memory registered writes the proof beside it."""
+        """The first call with shared memory registered writes the proof, and the lock file of device memory beside it."""
         self._require_open()
-        directory = self._own.proof_directory(self._settings.proof_directory)
-        if self._proof is None and directory is not None:
+        if self._proof is None and (directory := self._proof_directory()) is not None:
             self._proof = Proof(directory)
-        content = self._own.describe(self._proof.claim if self._proof else None, self._epoch)
+        files: dict[FileIdentity, int] = {}
+        allocations: dict[CudaOrigin, int] = {}
+        on_host: list[SharedExtent] = []
+        on_device: list[SharedExtent] = []
+        private: list[str] = []
+        lock_file = None
+        for part, file in self._parts.items():
+            match part.origin:
+                case FileOrigin() if file is not None:
+                    on_host.append(_shared(part, files.setdefault(file.identity, len(files))))
+                case CudaOrigin() as origin:
+                    on_device.append(_shared(part, allocations.setdefault(origin, len(allocations))))
+                    if lock_file is None and self._proof is not None:
+                        beside = Path(self._proof.claim.file.path).parent
+                        lock_file = PROCESS_LOCK_FILES.to_name(part.device, part.address, beside).identity
+                case _:
+                    private.append((part.label or "unnamed")[:200])
+        content = LocalEndpoint(
+            claim=self._proof.claim if self._proof else None,
+            files=tuple(files),
+            extents=tuple(on_host),
+            allocations=tuple(allocations),
+            device_extents=tuple(on_device),
+            lock_file=lock_file,
+            epoch=self._epoch,
+            private=tuple(private),
+        )
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def begin_connect(self, endpoint: Endpoint) -> Call[PeerMemory]:
-        """On a thread, since the peer names the files, and a file system may not answer."""
+    def _proof_directory(self) -> Path | None:
+        """The directory of the first shared file, or the configured one; None with nothing to share."""
+        for file in self._parts.values():
+            if file is not None:
+                return Path(file.identity.path).parent
+        return Path(self._settings.proof_directory) if any(part.origin for part in self._parts) else None
+
+    def connect(self, endpoint: Endpoint) -> Call[Peer]:
+        """Open the peer's files on a thread, since the peer names them, and a file system may not answer."""
         self._require_open()
         content, timeout_s = read_endpoint(endpoint, NAME, LocalEndpoint), self._settings.connect_timeout_s
         return Call(
             partial(self._opened, content),
             name="open the memory of a local peer",
-            timeout_s=timeout_s + (0.0 if self._own.device is None else self._settings.registration_wait_s),
+            timeout_s=timeout_s + (0.0 if self._device is None else self._settings.registration_wait_s),
             late=f"the files of a local peer could not be opened in {timeout_s:g} s (transports.local.connect_timeout_s); "
             "look for a file system of this host that does not answer",
             clock=self._clock,
+            then=self._take,
         )
 
     def _opened(self, content: LocalEndpoint) -> PeerMemory:
-        """Open a peer's memory, and do now what would hold up the first transfer: registrations, streams, kernels.
-
-        Refused as well when some of the memory is not shared, or out of reach.
-        """
-        own = self._own.device
+        """Open a peer's memory, and register it now because that would hold up the first transfer."""
+        own = self._device
         memory = PeerMemory(content, device=own)
         if own is not None:
             memory.register(own, timeout_s=self._settings.registration_wait_s)
         return memory
 
-    def take(self, known: PeerMemory) -> Peer:
-        peer = super().take(known)
-        own = self._own.device
-        devices = known.reachable.places - {HOST} if own is None else {own}
+    def _take(self, known: PeerMemory) -> Peer:
+        peer = super()._take(known)
+        own = self._device
+        devices = known.extents.places - {HOST} if own is None else {own}
         links = (True,) if own is None else (True, False)
         try:
             self._devices.prepare(
@@ -135,20 +189,24 @@ class LocalTransport(Backend[PeerMemory]):
         return peer
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """Copy by the processor between two host ends, else by the device: all operations of a submission in one way."""
+        """Copy by the processor when both ends are host memory, else by the device: all operations of a submission in one way."""
         memory = self._checked(peer, operations)
-        here = Operations(operations.source, memory.reachable.here(operations.destination), operations.length)
-        sources = self._own.reachable.places_of(operations.source)
-        places = sources | memory.reachable.places_of(operations.destination)
+        here = Operations(operations.source, memory.extents.here(operations.destination), operations.length)
+        sources = self._memory.places_of(operations.source)
+        places = sources | memory.extents.places_of(operations.destination)
         transfer: Transfer
         if places <= {HOST}:
-            transfer = self._copy(here, memory, deadline_s)
+            slice_bytes = self._settings.slice_bytes
+            transfer = copy_transfer(
+                here, memory.label, deadline_s, slice_bytes=slice_bytes, keep_alive=memory, clock=self._clock
+            )
+            self._pump.add(transfer)
         else:
-            device = max(places) if self._own.device is None else self._own.device
+            device = max(places) if self._device is None else self._device
             mean_bytes = operations.total_bytes / max(1, len(operations))
             way = Way.KERNEL if mean_bytes < self._settings.copy_kernel_below_bytes else Way.ENGINES
-            accesses = self._own.accesses(device) if HOST in sources else []
-            if HOST in memory.reachable.places:
+            accesses = self._host_accesses(device) if HOST in sources else []
+            if HOST in memory.extents.places:
                 accesses += memory.accesses(device)
             transfer = self._devices.begin(
                 Route(way, device, over_host_link=HOST in places),
@@ -162,29 +220,31 @@ class LocalTransport(Backend[PeerMemory]):
         transfer.poll()  # starts the first slices
         return transfer
 
-    def _copy(self, here: Operations, memory: PeerMemory, deadline_s: float) -> PumpedTransfer:
-        transfer = copy_transfer(
-            here,
-            peer=memory.label,
-            deadline_s=deadline_s,
-            slice_bytes=self._settings.slice_bytes,
-            keep_alive=memory,
-            clock=self._clock,
-        )
-        self._pump.add(transfer)
-        return transfer
+    def _host_accesses(self, device: int) -> list[DeviceAccess]:
+        """Make our host memory usable by a device."""
+        self._accesses = {access: parts for access, parts in self._accesses.items() if not access.error}
+        there = {part for parts in self._accesses.values() for part in parts}
+        fresh = tuple(part for part in self._parts if part.kind is MemoryKind.DRAM and part not in there)
+        if fresh:
+            label = fresh[0].label or f"memory at {fresh[0].address:#x}"
+            label += f" and {len(fresh) - 1} more" if len(fresh) > 1 else ""
+            self._accesses[device_access(fresh, device, fresh, label=label)] = fresh
+        return list(self._accesses)
 
     def close(self) -> None:
         """Wait for the slices that are being copied. Harmless when closed already."""
         timeout_s = self._settings.close_timeout_s
-        with ExitStack() as stack:  # in reverse: whatever fails, nothing new is copied
+        with ExitStack() as stack:  # called in reverse; each, whether another one fails or not
             stack.callback(self._forget)
             stack.callback(self._close_devices, timeout_s=timeout_s)
             stack.callback(self._close_pump, timeout_s=timeout_s)
 
     def revoked(self, before_epoch: int) -> bool:
-        """Writers hold mappings of their own, so they have to let go of them or to end."""
-        if writers_before(self._own.lock_files(), before_epoch):
+        """Writers have mappings of their own, so each writer must have let go of its mapping, or ended."""
+        devices = {(part.device, part.address) for part in self._parts if part.kind is MemoryKind.VRAM}
+        files = {file for file in self._parts.values() if file is not None}
+        files.update(*(PROCESS_LOCK_FILES.known(*place) for place in devices))
+        if writers_before(files, before_epoch):
             self._alone_since_s.pop(before_epoch, None)
             return False
         if not has_accelerator():
@@ -197,11 +257,14 @@ class LocalTransport(Backend[PeerMemory]):
 
     def _close_pump(self, *, timeout_s: float) -> None:
         for transfer in self._pump.close(timeout_s=timeout_s):
-            transfer.end(TransferState.FAILED_QUIET, "the transport was closed", in_transit=False)
+            transfer.cut_off("the transport was closed")
 
     def _close_devices(self, *, timeout_s: float) -> None:
         self._devices.close(timeout_s=timeout_s)
-        self._own.close()  # not while a device may still read it
+        for access in self._accesses:  # not while a device may still read the memory
+            access.close()
+        self._accesses.clear()
+        self._parts.clear()
 
     def _forget(self) -> None:
         self._peers.clear()
@@ -227,17 +290,21 @@ class _Copies(Submitter[None]):
 
 def copy_transfer(
     operations: Operations,
-    *,
     peer: str,
     deadline_s: float,
+    *,
     slice_bytes: int,
     keep_alive: object = None,
     clock: Clock = monotonic,
-) -> PumpedTransfer:
+) -> WindowedTransfer[None]:
     """Return a transfer between addresses of this process; `keep_alive` keeps them mapped, and is dropped at the end."""
-    # Of its own, since a small transfer never waits for a large one; nothing is ever in flight.
+    # A window of its own, since a small transfer never waits for a large one; nothing is ever in flight.
     window = Window(WindowLimits(SLICE_OPERATIONS, slice_bytes, 1.0, SLICE_OPERATIONS, slice_bytes))
     copies = _Copies(operations, keep_alive)
-    return PumpedTransfer(
-        partial(WindowedTransfer, operations, copies, window, peer=peer, deadline_s=deadline_s, clock=clock)
+    return WindowedTransfer(operations, copies, window, peer=peer, deadline_s=deadline_s, clock=clock)
+
+
+def _shared(memory: Extent, origin: int) -> SharedExtent:
+    return SharedExtent(
+        address=memory.address, length_bytes=memory.length_bytes, origin=origin, offset_bytes=memory.offset_bytes
     )

@@ -10,16 +10,16 @@ What the library does and does not do (0.3.13, measured), and what follows for t
 - On TCP an unregistered source is accepted; it is refused here.
 - A batch's failure leaves the rest of it running, and the calls that wait for a batch spin a core. So over TCP every operation
   is submitted by itself in a window and polled, and a failed transfer waits until each one is terminal. Over RDMA they go in
-  batches, and a transfer that failed with one is not quiet: see `mooncake.engine`. Only the destruction of the engine stops an
+  batches, and a transfer that failed with one is not quiet: see `mooncake.writes`. Only the destruction of the engine stops an
   operation; `close` does that, in 0.2 to 1.0 s, whatever is under way, and holds the interpreter for all of that time.
 - A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
   were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
 - A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
-  without disturbing anybody. The first write to a peer fetches what it has under a lock that every other write of the engine
-  needs. So `connect` probes, and then has it fetched by an empty write, both on a thread of their own and ended from outside
-  (`mooncake.peers`): the probe after `connect_timeout_s`, the other, which holds up transfers to other peers, after
-  `metadata_timeout_s`. Over RDMA nothing can be written before it is known; there the first operation fetches it, and nothing
-  bounds that.
+  without disturbing anybody. The first write to a peer fetches the peer's description under a lock that every other write of the
+  engine needs. So `connect` probes, and then has the description fetched by an empty write, both on a thread of their own and ended
+  from outside (`mooncake.library`): the probe after `connect_timeout_s`, the write, which holds up transfers to other peers, after
+  `metadata_timeout_s`. Over RDMA nothing can be written before the description is known; there the first operation fetches it, and
+  nothing bounds that.
 - A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
 - The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody:
   whoever reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the
@@ -47,23 +47,21 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.backend import Backend, labels, read_endpoint
-from kvbridge.transport.base import Endpoint, Peer, Transfer
+from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
 from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents
-from kvbridge.transport.mooncake.engine import BatchWrites, Engine, SingleWrites, Waiter
-from kvbridge.transport.mooncake.library import create_library, why_no_device_memory
-from kvbridge.transport.mooncake.peers import GRACE_S, PeerCall
+from kvbridge.transport.mooncake.library import GRACE_S, Engine, PeerCall, create_library, why_no_device_memory
+from kvbridge.transport.mooncake.writes import BatchWrites, SingleWrites, Waiter
 from kvbridge.transport.windowed import Progress, Submitter, Window, WindowedTransfer, WindowLimits
 
 NAME = "mooncake"
 
 ASK_EVERY_S = 0.0005
-"""Between two looks whether the empty write of a connection has ended."""
+"""Between two questions whether the empty write of a connection has ended."""
 
 
 class MooncakeEndpoint(FrozenModel):
-    """What a peer needs to know, as JSON in `Endpoint.data`."""
+    """What a transport says of itself to peers, as JSON in `Endpoint.data`."""
 
     session: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}$", max_length=300)]
     protocol: MooncakeProtocol
@@ -73,7 +71,7 @@ class MooncakeEndpoint(FrozenModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MooncakePeer:
-    """A peer's session, its memory as announced, and what is in flight to it."""
+    """A connected peer: its session, its memory as announced, and the window of what is in flight to it."""
 
     label: str
     session: str
@@ -90,24 +88,18 @@ def _silent(session: str, settings: MooncakeSettings) -> str:
 
 
 def _limits(settings: MooncakeSettings) -> WindowLimits:
-    """Over TCP a quarter of the window is given at a time, so that three are under way meanwhile."""
-    if settings.protocol is MooncakeProtocol.TCP:
+    window_bytes, quiet_s = settings.window_bytes, settings.quiet_timeout_s
+    if (
+        settings.protocol is MooncakeProtocol.TCP
+    ):  # a quarter of the window at a time, so that three are under way meanwhile
         operations = settings.window_operations
-        batch_operations, batch_bytes = max(1, operations // 4), settings.window_bytes // 4
-    else:
-        batch_operations, batch_bytes = settings.batch_operations, settings.batch_bytes
-        operations = settings.window_operations * batch_operations
-    return WindowLimits(
-        operations=operations,
-        bytes=settings.window_bytes,
-        quiet_timeout_s=settings.quiet_timeout_s,
-        batch_operations=batch_operations,
-        batch_bytes=batch_bytes,
-    )
+        return WindowLimits(operations, window_bytes, quiet_s, max(1, operations // 4), window_bytes // 4)
+    operations = settings.window_operations * settings.batch_operations
+    return WindowLimits(operations, window_bytes, quiet_s, settings.batch_operations, settings.batch_bytes)
 
 
 class MooncakeTransport(Backend[MooncakePeer]):
-    """One engine. See the module for what it must not be trusted with."""
+    """One engine. The module's docstring says what the library cannot be trusted with."""
 
     name: ClassVar[str] = NAME
 
@@ -116,7 +108,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
         self._settings = settings
         self._limits = _limits(settings)
         self._calls: weakref.WeakSet[PeerCall | Waiter] = weakref.WeakSet()
-        """Each may hold the engine until it has ended."""
+        """Calls and threads that may hold the engine until they have ended."""
         self._engine = Engine(create_library(settings))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._session = f"{host}:{self._engine.library.get_rpc_port()}"
@@ -155,10 +147,11 @@ class MooncakeTransport(Backend[MooncakePeer]):
 
     def endpoint(self) -> Endpoint:
         self._require_open()
-        content = MooncakeEndpoint(session=self._session, protocol=self._settings.protocol, extents=self._memory.ranges)
+        extents = tuple(stretch[:2] for stretch in self._memory.stretches)
+        content = MooncakeEndpoint(session=self._session, protocol=self._settings.protocol, extents=extents)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def begin_connect(self, endpoint: Endpoint) -> Call[MooncakePeer]:
+    def connect(self, endpoint: Endpoint) -> Call[Peer]:
         content = read_endpoint(endpoint, NAME, MooncakeEndpoint)
         if content.protocol is not self._settings.protocol:
             raise TransportError(
@@ -167,27 +160,26 @@ class MooncakeTransport(Backend[MooncakePeer]):
             )
         asked = PeerCall(content.session)
         self._calls.add(asked)
-        timeout_s = 2 * self._settings.connect_timeout_s + self._settings.metadata_timeout_s + GRACE_S
         return Call(
             functools.partial(self._connected, content, asked),
             name=f"connect mooncake peer {content.session}",
-            timeout_s=timeout_s,
+            timeout_s=2 * self._settings.connect_timeout_s + self._settings.metadata_timeout_s + GRACE_S,
             late=_silent(content.session, self._settings),
             clock=self._clock,
-            given_up=lambda _: asked.cancel(),
+            then=self._take,
+            given_up=asked.cancel,
         )
 
     def _connected(self, content: MooncakeEndpoint, asked: PeerCall) -> MooncakePeer:
         self._probe(content.session, asked)
         if self._settings.protocol is MooncakeProtocol.TCP and content.extents:
             self._fetch(content, asked)
-        _ = self._engine.library
+        self._require_open()
         whose = f"peer {content.session}"
         waiter = Waiter(self._engine, f"batches to {whose}")
         return MooncakePeer(whose, content.session, Extents(whose, content.extents), Window(self._limits), waiter)
 
     def _probe(self, session: str, asked: PeerCall) -> None:
-        """Go on only with a peer that answers."""
         answer = asked.ask(
             lambda: self._engine.library.send_probe(session),
             timeout_s=self._settings.connect_timeout_s,
@@ -201,7 +193,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
             )
 
     def _fetch(self, content: MooncakeEndpoint, asked: PeerCall) -> None:
-        """Have the library fetch what it has to know of a peer, by an empty write, so that no submission waits for that later."""
+        """Have the library fetch a peer's description, by an empty write, so that no submission waits for that later."""
         timeout_s = self._settings.metadata_timeout_s
         address, _ = content.extents[0]
         nothing = Operations(*(np.array([number], dtype=np.uint64) for number in (address, address, 0)))
@@ -210,7 +202,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
             functools.partial(writes.start, 0, 1),
             timeout_s=timeout_s,
             name=f"ask mooncake peer {content.session}",
-            late=f"mooncake peer {content.session} answers and does not say what it has; it was given {timeout_s:g} s "
+            late=f"mooncake peer {content.session} answers, but did not describe its memory in {timeout_s:g} s "
             "(transports.mooncake.metadata_timeout_s)",
         )
         ends_at_s = self._clock() + self._settings.connect_timeout_s
@@ -224,20 +216,15 @@ class MooncakeTransport(Backend[MooncakePeer]):
                 "check that its ephemeral data port is open from here"
             )
 
-    def take(self, known: MooncakePeer) -> Peer:
+    def _take(self, known: MooncakePeer) -> Peer:
         self._calls.add(known.waiter)
-        return super().take(known)
+        return super()._take(known)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """A destination outside of the peer's announced memory is refused, too."""
         known = self._checked(peer, operations)
+        writes = self._writes(known, operations)
         transfer: WindowedTransfer[Any] = WindowedTransfer(
-            operations,
-            self._writes(known, operations),
-            known.window,
-            peer=known.label,
-            deadline_s=deadline_s,
-            clock=self._clock,
+            operations, writes, known.window, peer=known.label, deadline_s=deadline_s, clock=self._clock
         )
         self._transfers[transfer] = peer
         return transfer
@@ -250,7 +237,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
     def close(self) -> None:
         """Takes about a second. Harmless when closed already.
 
-        Raises TransportError when the library does not return from a call, so that the engine lives on.
+        Raises TransportError when the library does not return from a call, because the engine then lives on.
         """
         timeout_s = self._settings.connect_timeout_s
         until_s = self._clock() + timeout_s
@@ -266,5 +253,5 @@ class MooncakeTransport(Backend[MooncakePeer]):
             )
         for transfer in list(self._transfers):
             assert isinstance(transfer, WindowedTransfer)
-            transfer.agent_gone()
+            transfer.cut_off("the transport was closed")
         self._peers.clear()

@@ -1,4 +1,4 @@
-"""The seam to the NIXL library: one agent, in our words and with our errors.
+"""The seam to the NIXL library: one agent, in our words and with our errors, and its first contact with a peer.
 
 The binding module is used, not the Python wrapper over it: the wrapper fixes the progress thread's delay at 0,
 which keeps a core busy for each agent, and offers pickle for descriptors, which must never meet bytes from a peer.
@@ -13,20 +13,23 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from crc32c import crc32c
+from pydantic import ConfigDict, Field
 
 from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import TransportError
-from kvbridge.core.ids import MemoryKind
+from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.kernels.cuda import has_accelerator, runtime
-from kvbridge.transport.backend import set_environment
+from kvbridge.transport.base import set_environment
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 
 PACKAGES = ("nixl_cu12", "nixl_cu13")
@@ -46,13 +49,13 @@ Side = tuple[MemoryKind, Descriptors]
 """One side of a transfer, all of one kind of memory."""
 
 _process_settings: dict[str, str] = {}
-"""The environment that the library was loaded with; it reads it once."""
+"""The environment that the library was loaded with, which it reads once."""
 
 
 class NixlAgent:
     """One NIXL agent with one UCX backend. Its name is unique over all processes and times: a restart is a new peer.
 
-    Destroying it is what ends all its transfers, so nobody else keeps a reference to the library's object.
+    Only its destruction ends all its transfers, so nobody else keeps a reference to the library's object.
     Errors: TransportError for everything that the library raises, and for every call after `destroy`.
     """
 
@@ -60,15 +63,25 @@ class NixlAgent:
         self.name = f"kvbridge-{uuid.uuid4().hex}"
         self._library = load_library(settings)
         self.library_release = release_of(self._library)
-        self._errors = _errors(self._library)
+        # The library's exceptions share no base of their own; the binding raises the other two of itself.
+        own = (
+            found for name, found in vars(self._library).items() if name.startswith("nixl") and name.endswith("Error")
+        )
+        self._errors: tuple[type[Exception], ...] = (*own, RuntimeError, ValueError)
         self.device: int | None = None
-        """Of the device memory that was last used; its context is current when a peer's metadata is read."""
+        """The device of the device memory used last; its context is current when a peer's metadata is read."""
         self._segments = {
             MemoryKind.DRAM: self._library.DRAM_SEG,
             MemoryKind.VRAM: self._library.VRAM_SEG,
         }
+        config = self._library.nixlAgentConfig()
+        config.useProgThread = True
+        config.useListenThread = False
+        config.syncMode = self._library.NIXL_THREAD_SYNC_STRICT
+        config.pthrDelay = settings.progress_delay_us
+        config.captureTelemetry = False
         with self._translated("start an agent over UCX (check ucx_tls, ucx_net_devices and ucx_modules)"):
-            agent = self._library.nixlAgent(self.name, self._config(settings))
+            agent = self._library.nixlAgent(self.name, config)
             self._backend = agent.createBackend(BACKEND, {})
             reachable = agent.getBackendParams(self._backend)[1]
         self._agent: Native = agent
@@ -85,56 +98,52 @@ class NixlAgent:
         """Drop the library's agent. Afterwards nothing of it moves a byte. Harmless when dropped already."""
         self._agent = None
 
-    def require_alive(self) -> None:
-        """Raise TransportError after `destroy`."""
-        self._alive()
+    def alive(self) -> Native:
+        """Return the library's agent. Raises TransportError after `destroy`."""
+        if self._agent is None:
+            raise TransportError("this nixl transport has been closed; create another one")
+        return self._agent
 
     def register(self, kind: MemoryKind, rows: Descriptors) -> None:
         """Make memory usable by transfers, on this side and for peers that load the metadata from now on."""
         self._enter_device(kind, rows)
         with self._translated(f"register {int(rows[:, 1].sum())} bytes of {kind}"):
-            self._alive().registerMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
+            self.alive().registerMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
 
     def deregister(self, kind: MemoryKind, rows: Descriptors) -> None:
         """Forget memory. Peers that hold older metadata can still write there."""
         with self._translated(f"deregister {int(rows[:, 1].sum())} bytes of {kind}"):
-            self._alive().deregisterMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
+            self.alive().deregisterMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
 
     def metadata(self) -> bytes:
-        """What a peer has to load before it can write to the memory registered so far: 45 bytes a registration."""
+        """Return what a peer loads before it can write to the memory registered so far: 45 bytes a registration."""
         with self._translated("describe itself"):
-            return bytes(self._alive().getLocalMD())
+            return bytes(self.alive().getLocalMD())
 
     def load_peer(self, metadata: bytes) -> str:
-        """Take in a peer's metadata and return the name that it carries."""
+        """Load a peer's metadata and return the name in it."""
         if self.device is not None:
             runtime.use(self.device)  # keys of device memory are unpacked in the current context
         with self._translated("read a peer's metadata"):
-            name = self._alive().loadRemoteMD(metadata)
+            name = self.alive().loadRemoteMD(metadata)
         return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
 
     def forget_peer(self, name: str) -> None:
-        """Disconnect from a peer. Harmless after `destroy`, and when the library has dropped it, as it does when a peer dies."""
+        """Disconnect from a peer. Harmless after `destroy`, and when the library has dropped the peer because it died."""
         if self._agent is None:
             return
         with self._translated(f"forget peer {name}"), contextlib.suppress(self._library.nixlNotFoundError):
-            self._alive().invalidateRemoteMD(name)
+            self.alive().invalidateRemoteMD(name)
 
-    def post_write(self, peer: str, local: Side, remote: Side) -> int:
-        """Start to write `local` to `remote`, row by row, and return the request's handle.
+    def post(self, peer: str, local: Side, remote: Side, *, read: bool = False) -> int:
+        """Start to write `local` to `remote` (`read`: `remote` to `local`), row by row, and return the request's handle.
 
         Raises TransportError when nothing of it was started or the connection is gone, and `UnclearPostError` when
         part of it may be under way.
         """
-        return self._post(self._library.NIXL_WRITE, peer, local, remote)
-
-    def post_read(self, peer: str, local: Side, remote: Side) -> int:
-        """Start to read `remote` into `local`; otherwise as `post_write`."""
-        return self._post(self._library.NIXL_READ, peer, local, remote)
-
-    def _post(self, verb: object, peer: str, local: Side, remote: Side) -> int:
-        agent = self._alive()
+        agent = self.alive()
         self._enter_device(*local)
+        verb = self._library.NIXL_READ if read else self._library.NIXL_WRITE
         with self._translated(f"prepare {len(local[1])} operations to peer {peer}"):
             request: int = agent.createXferReq(verb, self._list(local), self._list(remote), peer, "", [self._backend])
         try:
@@ -147,12 +156,12 @@ class NixlAgent:
         return request
 
     def check(self, request: int) -> Check:
-        """Ask after a posted request; a terminal one is released and must not be asked after again.
+        """Ask after a posted request; a terminal one is released, and must not be asked after again.
 
         A lost connection ends all its operations. Of any other failure the library does not say whether the
         request's other operations have ended, so it counts as in flight.
         """
-        agent = self._alive()
+        agent = self.alive()
         try:
             answer = agent.getXferStatus(request)
         except self._library.nixlRemoteDisconnectError as error:
@@ -174,29 +183,14 @@ class NixlAgent:
                 self._agent.releaseXferReq(request)
 
     def _enter_device(self, kind: MemoryKind, rows: Descriptors) -> None:
-        """Make the device of some memory the current one of this thread: UCX looks for a context where it copies."""
+        """Make the device of some memory the current one of this thread, because UCX looks for a context there."""
         if kind is MemoryKind.VRAM:
             self.device = int(rows[0, 2])
             with self._translated(f"use cuda:{self.device}"):
                 runtime.use(self.device)
 
     def _list(self, side: Side) -> Native:
-        kind, rows = side
-        return self._library.nixlXferDList(self._segments[kind], rows)
-
-    def _config(self, settings: NixlSettings) -> Native:
-        config = self._library.nixlAgentConfig()
-        config.useProgThread = True
-        config.useListenThread = False
-        config.syncMode = self._library.NIXL_THREAD_SYNC_STRICT
-        config.pthrDelay = settings.progress_delay_us
-        config.captureTelemetry = False
-        return config
-
-    def _alive(self) -> Native:
-        if self._agent is None:
-            raise TransportError("this nixl transport has been closed; create another one")
-        return self._agent
+        return self._library.nixlXferDList(self._segments[side[0]], side[1])
 
     @contextlib.contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -214,7 +208,7 @@ class UnclearPostError(TransportError):
 
 
 def environment(settings: NixlSettings) -> dict[str, str]:
-    """What UCX is to read from its environment. A variable that is set wins over a default, not over a setting."""
+    """Return the environment for UCX. A variable that is set wins over a default, not over a setting."""
     wanted = {"UCX_TLS": _transports(settings.ucx_tls), "UCX_NET_DEVICES": settings.ucx_net_devices}
     defaults = {"UCX_LOG_LEVEL": settings.log_level}
     if settings.ucx_modules != "auto":
@@ -240,7 +234,7 @@ def load_library(settings: NixlSettings) -> ModuleType:
 
 
 def release_of(library: ModuleType) -> str:
-    """Return the release of a binding module: the version of the distribution that it came with; empty when that is unknown."""
+    """Return the version of the distribution that a binding module came with; empty when that is unknown."""
     try:
         return importlib.metadata.version(library.__name__.partition(".")[0].replace("_", "-"))
     except (importlib.metadata.PackageNotFoundError, ValueError):
@@ -248,7 +242,7 @@ def release_of(library: ModuleType) -> str:
 
 
 def _transports(asked: str) -> str:
-    """What UCX is to use, with those for device memory where there is a GPU: without them it takes that for host memory."""
+    """Add UCX's transports for device memory where there is a GPU: without them UCX takes device memory for host memory."""
     names = asked.split(",")
     if not asked or asked.startswith("^") or "all" in names or not has_accelerator():
         return asked
@@ -256,25 +250,98 @@ def _transports(asked: str) -> str:
 
 
 def _package() -> str:
-    """The installed build. Of two: that of CUDA 13 where the driver is new enough for it, else the one that suits any driver."""
+    """Return the installed build; of two, that of CUDA 13 where the driver is new enough for it."""
     found = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     if not found:
         raise TransportError("no nixl library is installed; install kvbridge[cpu] (nixl-cu12) or kvbridge[cuda] (nixl)")
     if len(found) == 1:
         return found[0]
-    return PACKAGES[1] if has_accelerator() and _driver_release() >= CUDA_13_DRIVER else PACKAGES[0]
+    release = 0
+    with contextlib.suppress(OSError):
+        told = re.search(r"Kernel Module.*?\s(\d+)\.\d", DRIVER_VERSION.read_text(encoding="utf-8"))
+        release = int(told[1]) if told else 0
+    return PACKAGES[1] if has_accelerator() and release >= CUDA_13_DRIVER else PACKAGES[0]
 
 
-def _driver_release() -> int:
-    """The first part of the NVIDIA driver's version, 0 when it cannot be told."""
-    try:
-        found = re.search(r"Kernel Module.*?\s(\d+)\.\d", DRIVER_VERSION.read_text(encoding="utf-8"))
-    except OSError:
-        return 0
-    return int(found.group(1)) if found else 0
+# ------------------------------------------------------------------------------------------- the first contact with a peer
+
+ASK_EVERY_S = 0.0005
 
 
-def _errors(library: ModuleType) -> tuple[type[Exception], ...]:
-    """The library's exceptions, which share no base of their own, and what its binding raises of itself."""
-    own = [found for name, found in vars(library).items() if name.startswith("nixl") and name.endswith("Error")]
-    return (*own, RuntimeError, ValueError)
+class NixlExtent(FrozenModel):
+    """One registration, as a peer needs to know it."""
+
+    address: Positive
+    length_bytes: Positive
+    kind: MemoryKind = MemoryKind.DRAM
+    device: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+
+
+class NixlEndpoint(FrozenModel):
+    """What an agent says of itself to peers, as JSON in `Endpoint.data`."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
+    metadata: bytes
+    """Read by the library only."""
+    release: Annotated[str, Field(max_length=100)]
+    """The release of the library that wrote the metadata."""
+    checksum: NonNegative
+    """CRC-32C of the metadata."""
+    extents: tuple[NixlExtent, ...]
+
+    @classmethod
+    def of(cls, agent: NixlAgent, extents: Iterable[NixlExtent]) -> Self:
+        """Describe an agent."""
+        metadata = agent.metadata()
+        return cls(
+            agent=agent.name,
+            metadata=metadata,
+            release=agent.library_release,
+            checksum=crc32c(metadata),
+            extents=tuple(extents),
+        )
+
+    def require_readable(self, release: str) -> None:
+        """Raise TransportError unless the metadata is whole and of the library's own release."""
+        if self.release != release:
+            raise TransportError(
+                f"peer {self.agent} runs NIXL {self.release}, this process {release}; both sides must run the same NIXL release"
+            )
+        if crc32c(self.metadata) != self.checksum:
+            raise TransportError(f"the metadata of peer {self.agent} was damaged on the way; connect to the peer again")
+
+
+class ProbeTarget:
+    """A registered byte, into which a byte of a peer's memory is read."""
+
+    def __init__(self, agent: NixlAgent) -> None:
+        self._byte = np.zeros(1, dtype=np.uint8)
+        self.row = np.array([[self._byte.ctypes.data, 1, 0]], dtype=np.uint64)
+        agent.register(MemoryKind.DRAM, self.row)
+
+
+def introduce(agent: NixlAgent, content: NixlEndpoint, target: ProbeTarget, *, timeout_s: float) -> None:
+    """Have an agent load a peer's metadata and read a byte of the peer's memory, which opens the connection (1 to 20 ms).
+
+    A read that does not end stays behind; it can only ever write the byte of `target`. Blocks; raises TransportError.
+    """
+    name = agent.load_peer(content.metadata)
+    if name != content.agent:
+        raise TransportError(f"a peer calls itself {content.agent}, and its metadata names {name}; it was refused")
+    ordered = sorted(content.extents, key=lambda extent: extent.kind is not MemoryKind.DRAM)  # host memory, if any
+    for extent in ordered[:1]:
+        remote = np.array([[extent.address, 1, extent.device]], dtype=np.uint64)
+        request = agent.post(name, (MemoryKind.DRAM, target.row), (extent.kind, remote), read=True)
+        ends_at_s = time.monotonic() + timeout_s
+        while (answer := agent.check(request)).progress is Progress.PENDING:
+            if time.monotonic() >= ends_at_s:
+                agent.release(request)
+                raise TransportError(
+                    f"peer {name} did not answer within transports.nixl.connect_timeout_s ({timeout_s:g} s); it hangs, or its UCX "
+                    "ports are closed from here"
+                )
+            time.sleep(ASK_EVERY_S)
+        if answer.progress is not Progress.DONE:
+            raise TransportError(f"peer {name} cannot be reached: {answer.reason}")

@@ -1,4 +1,4 @@
-"""A process that reads what a nixl peer says of itself before the rank worker does, and has nothing to lose.
+"""A process apart that reads the metadata of nixl peers before the rank worker does, and has nothing to lose.
 
 The library does not survive metadata that was made to break it (1.5.1; `python -m tests.fuzz.nixl_metadata --unchecked`). So an
 agent in a process apart first loads the very same bytes and reads a byte of the peer's memory. Whatever ends that process is a
@@ -23,8 +23,7 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.pool.memory.gpu_memory import HeldThings
 from kvbridge.processes import child_environment, module_command
-from kvbridge.transport.nixl.agent import NixlAgent, load_library
-from kvbridge.transport.nixl.peers import NixlEndpoint, ProbeTarget, introduce
+from kvbridge.transport.nixl.agent import NixlAgent, NixlEndpoint, ProbeTarget, introduce, load_library
 
 ERROR_CHARS = 2_000
 PASSED, REFUSED = b"passed", b"refused: "
@@ -45,7 +44,7 @@ class PeerCheck:
         self._control, self._theirs = socket.socketpair()
 
     def check(self, content: NixlEndpoint, device: int | None) -> None:
-        """Return when a process of its own has survived a description; blocks. Raises TransportError with what it died of."""
+        """Return when a process of its own has survived a description; blocks. Raises TransportError with its last words."""
         limit_s, agent = self._settings.check_timeout_s, content.agent
         try:
             said = self._ask(_Task(content=content, device=device).model_dump_json().encode())
@@ -115,9 +114,9 @@ def main() -> None:
 
 
 def _read(connection: socket.socket, settings: NixlSettings) -> None:
-    """Do what the rank worker is about to do, and say that it went well, or what was wrong; ends the process."""
+    """Do what the rank worker is about to do, send the verdict, and end the process."""
     for standard in (0, 1, 2):
-        os.dup2(connection.fileno(), standard)  # the last words of the library are an answer, too
+        os.dup2(connection.fileno(), standard)  # the library's last words are an answer, too
     verdict = b""
     try:
         task = _Task.model_validate_json(b"".join(iter(functools.partial(connection.recv, 65_536), b"")))
@@ -129,7 +128,7 @@ def _read(connection: socket.socket, settings: NixlSettings) -> None:
         verdict = PASSED
     except BridgeError as error:
         verdict = REFUSED + str(error).replace("\n", " ").encode()[:ERROR_CHARS]
-    except Exception as error:  # noqa: BLE001 - a defect of ours is told like a refusal, and named
+    except Exception as error:  # noqa: BLE001 - a defect of ours is a refusal that says so
         verdict = REFUSED + f"the check failed with {error!r}; please report it".encode()[:ERROR_CHARS]
     finally:
         connection.sendall(b"\n" + verdict)

@@ -10,7 +10,7 @@ What the library does and does not do (1.5.1, measured), and what follows for th
   later it ends not quiet, and only `close` (which destroys the agent, in milliseconds) ends it.
 - Posting blocks: 4 us an operation and up to 0.3 ms a MiB on TCP, since the first bytes are sent right there; one request over a
   whole plan took up to 2 s. So a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight, which
-  is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `pump`.
+  is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `windowed`.
 - Metadata of another incarnation under a known name is refused and then drops the known one; names are drawn anew for each
   agent.
 - A peer's death surfaces at once: at the next post or check, which raises.
@@ -34,32 +34,38 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.backend import Backend, labels, read_endpoint
-from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState
+from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
 from kvbridge.transport.calls import Call
-from kvbridge.transport.extents import Extents
-from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
+from kvbridge.transport.extents import Extents, Stretch
+from kvbridge.transport.nixl.agent import (
+    Descriptors,
+    NixlAgent,
+    NixlEndpoint,
+    NixlExtent,
+    ProbeTarget,
+    Side,
+    UnclearPostError,
+    introduce,
+)
 from kvbridge.transport.nixl.check import CHECKS, PeerCheck
-from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
-from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import (
     DONE,
     PENDING,
     Check,
     Progress,
+    Pump,
     Submitter,
     Window,
     WindowedTransfer,
@@ -68,59 +74,33 @@ from kvbridge.transport.windowed import (
 
 NAME = "nixl"
 KINDS = tuple(MemoryKind)
-CLOSED = "the nixl transport was closed while this transfer was active"
-
-
-class Places:
-    """Registered memory of one side, with the kind and the device of each extent."""
-
-    def __init__(self, whose: str, known: Iterable[NixlExtent]) -> None:
-        """Raises InvalidInputError when two overlap."""
-        ordered = sorted(known, key=lambda extent: extent.address)
-        self.extents = Extents(whose, [(extent.address, extent.length_bytes) for extent in ordered])
-        self._kinds = np.array([KINDS.index(extent.kind) for extent in ordered], dtype=np.uint8)
-        self._devices = np.array([extent.device for extent in ordered], dtype=np.uint64)
-
-    def of(self, addresses: AddressArray) -> tuple[npt.NDArray[np.uint8], AddressArray]:
-        """Return the kind (an index into `KINDS`) and the device of each address; all of them have been checked."""
-        found = self.extents.find(addresses)
-        return self._kinds[found], self._devices[found]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NixlPeer:
-    """A remote agent whose metadata has been loaded and which has answered."""
+    """A remote agent whose metadata is loaded and which has answered."""
 
     agent: str
-    places: Places
+    label: str
+    extents: Extents
     window: Window
-
-    @property
-    def label(self) -> str:
-        """The peer's name in messages."""
-        return f"peer {self.agent}"
-
-    @property
-    def extents(self) -> Extents:
-        """The peer's memory, as announced."""
-        return self.places.extents
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests of one call: one for each pair of memory kinds among its operations, without those that have ended."""
+    """Requests of one batch that have not ended: one for each pair of memory kinds among its operations."""
 
     requests: list[int]
     failure: str = ""
-    """The first thing that went wrong; the batch has ended once `requests` is empty."""
+    """The first failure; the batch has ended once `requests` is empty."""
     unclear: bool = False
-    """A further request may be under way, and there is nothing to ask after: the batch never ends."""
+    """A further request may be under way that cannot be asked after, so the batch never ends."""
 
 
 class _Writes(Submitter[_Batch]):
-    """Submits the operations of one transfer. A batch's list shrinks with each request that has ended."""
+    """Submits the operations of one transfer."""
 
-    def __init__(self, agent: NixlAgent, peer: NixlPeer, own: Places, operations: Operations) -> None:
+    def __init__(self, agent: NixlAgent, peer: NixlPeer, own: Extents, operations: Operations) -> None:
         self._agent = agent
         self._peer = peer
         self._own = own
@@ -128,19 +108,18 @@ class _Writes(Submitter[_Batch]):
 
     def start(self, first: int, stop: int) -> _Batch:
         part = self._operations[first:stop]
-        source_kinds, source_devices = self._own.of(part.source)
-        target_kinds, target_devices = self._peer.places.of(part.destination)
-        local = np.stack((part.source, part.length, source_devices), axis=1)
-        remote = np.stack((part.destination, part.length, target_devices), axis=1)
+        sources, targets = self._own.place(part.source), self._peer.extents.place(part.destination)
+        local = np.stack((part.source, part.length, (sources // len(KINDS)).astype(np.uint64)), axis=1)
+        remote = np.stack((part.destination, part.length, (targets // len(KINDS)).astype(np.uint64)), axis=1)
         requests: list[int] = []
-        pairs = source_kinds * len(KINDS) + target_kinds
+        pairs = sources % len(KINDS) * len(KINDS) + targets % len(KINDS)
         found = np.unique(pairs).tolist()
         for pair in found:
             source, target = divmod(pair, len(KINDS))
             rows = pairs == pair if len(found) > 1 else slice(None)
             sides: tuple[Side, Side] = ((KINDS[source], local[rows]), (KINDS[target], remote[rows]))
             try:
-                requests.append(self._agent.post_write(self._peer.agent, *sides))
+                requests.append(self._agent.post(self._peer.agent, *sides))
             except UnclearPostError as error:
                 return _Batch(requests, str(error), unclear=True)
             except TransportError as error:
@@ -164,7 +143,7 @@ class _Writes(Submitter[_Batch]):
 
 
 class NixlTransport(Backend[NixlPeer]):
-    """One agent. See the module for what it must not be trusted with."""
+    """One agent. The module's docstring says what the library cannot be trusted with."""
 
     name: ClassVar[str] = NAME
 
@@ -172,16 +151,14 @@ class NixlTransport(Backend[NixlPeer]):
         super().__init__(clock)
         self._settings = settings
         self._limits = WindowLimits(
-            operations=settings.window_operations,
-            bytes=settings.window_bytes,
-            quiet_timeout_s=settings.quiet_timeout_s,
-            batch_operations=settings.batch_operations,
-            batch_bytes=settings.batch_bytes,
+            settings.window_operations,
+            settings.window_bytes,
+            settings.quiet_timeout_s,
+            settings.batch_operations,
+            settings.batch_bytes,
         )
-        self._registered: dict[int, NixlExtent] = {}
-        self._places = Places("this process", ())
         self._uses: Counter[str] = Counter()
-        """Of agents that the library may know: attempts to connect, and peers."""
+        """Attempts to connect, and peers, by agent: those that the library may know."""
         self._lock = threading.Lock()
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
@@ -197,7 +174,10 @@ class NixlTransport(Backend[NixlPeer]):
         return self._settings.max_operation_bytes
 
     def _require_open(self) -> None:
-        self._agent.require_alive()
+        self._agent.alive()
+
+    def _place(self, part: Extent) -> int:
+        return _place(part.kind, part.device)
 
     def _out_of_reach(self, part: Extent) -> str:
         if part.kind in self._agent.memory_kinds:
@@ -215,19 +195,21 @@ class NixlTransport(Backend[NixlPeer]):
                     f"{error} ({labels(memory)}); with InfiniBand raise the locked-memory limit (ulimit -l unlimited)"
                 ) from error
             undo.pop_all()
-        self._registered |= {part.address: _announced(part) for part in memory}
-        self._places = Places("this process", self._registered.values())
 
     def endpoint(self) -> Endpoint:
-        content = NixlEndpoint.of(self._agent, self._registered.values())
+        announced = []
+        for address, length_bytes, place, _ in self._memory.stretches:
+            device, kind = divmod(place, len(KINDS))
+            announced.append(NixlExtent(address=address, length_bytes=length_bytes, kind=KINDS[kind], device=device))
+        content = NixlEndpoint.of(self._agent, announced)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def begin_connect(self, endpoint: Endpoint) -> Call[NixlPeer]:
+    def connect(self, endpoint: Endpoint) -> Call[Peer]:
         content = read_endpoint(endpoint, NAME, NixlEndpoint)
         name = content.agent
         if name == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
-        self._agent.require_alive()
+        self._require_open()
         content.require_readable(self._agent.library_release)
         limit_s = self._settings.check_timeout_s
         return Call(
@@ -237,26 +219,31 @@ class NixlTransport(Backend[NixlPeer]):
             late=f"peer {name} could not be checked within transports.nixl.check_timeout_s ({limit_s:g} s): the peer hangs, or "
             "this host is overloaded",
             clock=self._clock,
+            then=self._take,
             given_up=lambda peer: None if peer is None else self._forget_unused(peer.agent),
         )
 
     def _connected(self, content: NixlEndpoint) -> NixlPeer:
-        """A process apart reads first what a peer says of itself."""
+        """Have a process apart read the peer's metadata first."""
         name = content.agent
         self._check.check(content, self._agent.device)
         with self._lock:
             self._uses[name] += 1
         try:
             introduce(self._agent, content, self._probe_target, timeout_s=self._settings.connect_timeout_s)
-            return NixlPeer(name, Places(f"peer {name}", content.extents), Window(self._limits))
+            label = f"peer {name}"
+            stretches = [
+                Stretch(each.address, each.length_bytes, _place(each.kind, each.device)) for each in content.extents
+            ]
+            return NixlPeer(name, label, Extents(label, stretches), Window(self._limits))
         except BaseException:
             self._forget_unused(name)
             raise
 
-    def take(self, known: NixlPeer) -> Peer:
-        """A peer that has registered more memory and was connected again has one window."""
+    def _take(self, known: NixlPeer) -> Peer:
+        """Keep one window for a peer that has registered more memory and was connected again."""
         others = [peer.window for peer in self._peers.values() if peer.agent == known.agent]
-        return super().take(replace(known, window=others[0]) if others else known)
+        return super()._take(replace(known, window=others[0]) if others else known)
 
     def disconnect(self, peer: Peer) -> None:
         known = self._known(peer)
@@ -264,19 +251,11 @@ class NixlTransport(Backend[NixlPeer]):
         self._forget_unused(known.agent)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """A destination outside of the peer's announced memory is refused, too."""
         known = self._checked(peer, operations)
-        writes = _Writes(self._agent, known, self._places, operations)
-        make = functools.partial(
-            WindowedTransfer,
-            operations,
-            writes,
-            known.window,
-            peer=known.label,
-            deadline_s=deadline_s,
-            clock=self._clock,
+        writes = _Writes(self._agent, known, self._memory, operations)
+        transfer = WindowedTransfer(
+            operations, writes, known.window, peer=known.label, deadline_s=deadline_s, clock=self._clock
         )
-        transfer = PumpedTransfer(make)
         self._pump.add(transfer)
         self._transfers[transfer] = peer
         return transfer
@@ -286,14 +265,14 @@ class NixlTransport(Backend[NixlPeer]):
         left = self._pump.close(timeout_s=self._settings.close_timeout_s)
         self._agent.destroy()
         for transfer in left:
-            transfer.end(TransferState.FAILED_QUIET, CLOSED, in_transit=True)
+            transfer.cut_off("the transport was closed")
         self._peers.clear()
         if not self._closed:
             self._closed = True
             CHECKS.let_go(self._settings, PeerCheck.close)
 
     def _forget_unused(self, agent: str) -> None:
-        """Let go of one use of an agent; the library forgets it after the last one."""
+        """End one use of an agent; the library forgets it after the last one."""
         with self._lock:
             self._uses[agent] -= 1
             if not self._uses[agent]:
@@ -301,12 +280,13 @@ class NixlTransport(Backend[NixlPeer]):
                 self._agent.forget_peer(agent)
 
 
-def _announced(part: Extent) -> NixlExtent:
-    return NixlExtent(address=part.address, length_bytes=part.length_bytes, kind=part.kind, device=part.device)
+def _place(kind: MemoryKind, device: int) -> int:
+    """`Stretch.place`: the kind of memory (an index into `KINDS`) and the device in one number."""
+    return device * len(KINDS) + KINDS.index(kind)
 
 
 def _rows(memory: Sequence[Extent]) -> list[tuple[MemoryKind, Descriptors]]:
-    """Registrations, one list for each kind."""
+    """Return registrations, one list for each kind."""
     found = []
     for kind in KINDS:
         rows = [(part.address, part.length_bytes, part.device) for part in memory if part.kind is kind]

@@ -23,9 +23,9 @@ from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
+from kvbridge.transport import create_transport
 from kvbridge.transport.base import Endpoint, Transfer, TransferState
 from kvbridge.transport.local.transport import LocalTransport
-from kvbridge.transport.registry import create_transport
 from kvbridge.worker.rank import Pauses
 from tests.bench.gpu.timing import (
     PAGE_BYTES,

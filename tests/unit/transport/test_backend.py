@@ -15,8 +15,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import monotonic
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.backend import Backend
-from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus
+from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents
 from tests.helpers.shared_buffer import connect
@@ -77,9 +76,9 @@ class Plain(Backend[Known]):
             raise RegistrationError(self.refusal)
         self.registered += memory
 
-    def begin_connect(self, endpoint: Endpoint) -> Call[Known]:
+    def connect(self, endpoint: Endpoint) -> Call[Peer]:
         known = Known(Extents("peer", [(THERE, SIZE)]))
-        return Call(lambda: known, name="connect", timeout_s=10.0, late="late", clock=monotonic)
+        return Call(lambda: known, name="connect", timeout_s=10.0, late="late", clock=monotonic, then=self._take)
 
 
 def extent(address: int, kind: MemoryKind = MemoryKind.DRAM) -> Extent:
@@ -118,23 +117,19 @@ def require(extents: Extents, *ranges: tuple[int, int]) -> None:
     extents.require(addresses, lengths)
 
 
-def memory(*ranges: tuple[int, int]) -> list[Extent]:
-    return [Extent(address=address, length_bytes=length) for address, length in ranges]
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=8),
     st.lists(st.tuples(st.integers(0, 80), st.integers(0, 14)), min_size=1, max_size=10),
 )
 def test_agrees_with_counting_bytes(wanted: list[tuple[int, int]], ranges: list[tuple[int, int]]) -> None:
-    extents, owner = Extents("this process"), {}
+    extents, owner = Extents("us"), {}
     for start, length in wanted:
         bytes_ = range(start, start + length)
         if any(byte in owner for byte in bytes_):
             with pytest.raises(InvalidInputError):
-                extents.joined(memory((start, length)))
+                Extents("us", [*extents.stretches, (start, length)])
             continue
-        extents = extents.joined(memory((start, length)))
+        extents = Extents("us", [*extents.stretches, (start, length)])
         owner |= dict.fromkeys(bytes_, start)
     inside = all(
         length and len({owner.get(byte) for byte in range(start, start + length)}) == 1 and owner.get(start)

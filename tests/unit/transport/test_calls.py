@@ -25,9 +25,9 @@ def call(function, clock: ManualClock, *, timeout_s: float = 1.0, **more: object
 
 
 def ended(made: Call) -> object:
-    while not made.done():
+    while (found := made.poll()) is None:
         time.sleep(0.0005)
-    return made.result()
+    return found
 
 
 def test_a_defect_is_told_as_one(clock: ManualClock) -> None:
@@ -42,7 +42,7 @@ def test_calls_that_do_not_return_are_bounded(clock: ManualClock, monkeypatch) -
     stuck = [call(lambda: answer.wait(LIMIT_S), clock) for _ in range(2)]
     others = [call(lambda: 3, clock, timeout_s=timeout_s) for timeout_s in (1.0, 10.0)]
     before = threading.active_count()
-    assert [made.done() for made in (*stuck, *others)] == [False] * 4
+    assert [made.poll() for made in (*stuck, *others)] == [None] * 4
     assert threading.active_count() == before + 2
     clock.advance(2.0)
     for made in stuck:
@@ -78,12 +78,11 @@ def test_a_result_that_nobody_waits_for_is_taken_back(clock: ManualClock, when: 
         return 3
 
     made = call(work, clock, given_up=told.append)
-    assert not made.done()
+    assert made.poll() is None
     if when == "ended":
         go_on.set()
-        while not made.done():
-            time.sleep(0.0005)
-    made.give_up()
+        assert made._ended.wait(LIMIT_S)
+    made.cancel()
     go_on.set()
     ends_at_s = time.monotonic() + LIMIT_S
     while 3 not in told and time.monotonic() < ends_at_s:

@@ -10,8 +10,7 @@ import pytest
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.pump import Pump, PumpedTransfer
-from kvbridge.transport.windowed import DONE, PENDING, Check, Submitter, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.windowed import DONE, PENDING, Check, Pump, Submitter, Window, WindowedTransfer, WindowLimits
 from tests.contract.harness import wait
 
 LIMIT_S = 20.0
@@ -41,8 +40,8 @@ def operations(count: int) -> Operations:
     return Operations(numbers, numbers, np.full(count, 8, dtype=np.uint64))
 
 
-def pumped(library: Library, window: Window, count: int = 10, deadline_s: float = 30.0) -> PumpedTransfer:
-    return PumpedTransfer(lambda: WindowedTransfer(operations(count), library, window, peer="p", deadline_s=deadline_s))
+def pumped(library: Library, window: Window, count: int = 10, deadline_s: float = 30.0) -> WindowedTransfer:
+    return WindowedTransfer(operations(count), library, window, peer="p", deadline_s=deadline_s)
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ def test_agent_gone_makes_active_quiet_and_leaves_terminal_alone() -> None:
     bench.clock.advance(1.0)
     status = loud.poll()
     for transfer in (active, loud):
-        transfer.agent_gone()
+        transfer.cut_off("the transport was closed")
     assert active.poll().state is TransferState.FAILED_QUIET
     assert loud.poll() == status
     assert status.state is TransferState.FAILED_NOT_QUIET

@@ -46,7 +46,7 @@ def test_settings_that_the_library_reads_once_must_agree_and_reach_it() -> None:
 import os
 from kvbridge.config.transports import MooncakeSettings, TransportSettings
 from kvbridge.core.errors import ConfigError
-from kvbridge.transport.registry import create_transport
+from kvbridge.transport import create_transport
 def make(**changes):
     return create_transport("mooncake", TransportSettings(mooncake=MooncakeSettings(**changes)))
 make(progress_timeout_s=3)
@@ -65,12 +65,16 @@ except ConfigError as error:
 def test_only_the_backend_asked_for_is_loaded() -> None:
     code = """
 import sys
-import kvbridge.transport.registry
+import kvbridge.transport
+from kvbridge.config.transports import TransportSettings
 print(sorted(name for name in sys.modules if name.startswith(("mooncake", "nixl", "kvbridge.transport."))))
-kvbridge.transport.registry.create_transport("mooncake", kvbridge.transport.registry.TransportSettings())
+kvbridge.transport.create_transport("mooncake", TransportSettings())
 print("mooncake.engine" in sys.modules, any(name.startswith("nixl") for name in sys.modules))
 """
-    assert python(code).splitlines() == ["['kvbridge.transport.base', 'kvbridge.transport.registry']", "True False"]
+    assert python(code).splitlines() == [
+        "['kvbridge.transport.base', 'kvbridge.transport.calls', 'kvbridge.transport.extents']",
+        "True False",
+    ]
 
 
 def test_device_memory_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.calls import Call
-from kvbridge.transport.mooncake import peers
-from kvbridge.transport.mooncake.peers import PeerCall
+from kvbridge.transport.mooncake import library
+from kvbridge.transport.mooncake.library import PeerCall
 
 LIMIT_S = 10.0
 
@@ -48,16 +48,16 @@ class Asker:
 def ask(asker: Asker, timeout_s: float, host: str = "127.0.0.1") -> tuple[PeerCall, Call[int]]:
     asked = PeerCall(f"{host}:{asker.port}")
     function = partial(asked.ask, asker, timeout_s=timeout_s, name="ask", late="it gave no answer")
-    call = Call(function, name="ask", timeout_s=60.0, late="", clock=time.monotonic, given_up=lambda _: asked.cancel())
-    assert not call.done()  # and so it begins
+    call = Call(function, name="ask", timeout_s=60.0, late="", clock=time.monotonic, given_up=asked.cancel)
+    assert call.poll() is None  # and so it begins
     return asked, call
 
 
 def answer(call: Call[int]) -> int:
     ends_at_s = time.monotonic() + LIMIT_S
-    while not call.done():
+    while (found := call.poll()) is None:
         assert time.monotonic() < ends_at_s
-    return call.result()
+    return found
 
 
 def test_a_peer_that_answers(silent: socket.socket) -> None:
@@ -65,7 +65,7 @@ def test_a_peer_that_answers(silent: socket.socket) -> None:
     _, pending = ask(asker, LIMIT_S)
     connection, _ = silent.accept()
     with connection:
-        assert not pending.done()
+        assert pending.poll() is None
         connection.sendall(b"\x05")
         assert answer(pending) == 5
 
@@ -111,10 +111,10 @@ def test_a_peer_is_known_by_its_addresses_however_it_is_named(silent: socket.soc
 def test_a_call_that_nobody_needs_ends_at_once(silent: socket.socket, how: str) -> None:
     asker = Asker(silent.getsockname()[1])
     call, pending = ask(asker, 60.0)
-    assert not pending.done()
+    assert pending.poll() is None
     assert asker.waiting.wait(LIMIT_S)
     if how == "cancelled":
-        pending.give_up()
+        pending.cancel()
     else:
         assert call.end(LIMIT_S)
     assert asker.returned.wait(LIMIT_S)
@@ -131,7 +131,7 @@ def test_a_call_is_given_up_and_cut_off_later_when_no_descriptor_is_left(silent,
     with connection:
         assert asker.waiting.wait(LIMIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(peers, "_sockets", refuse_to_list)
-            pending.give_up()
+            patch.setattr(library, "_sockets", refuse_to_list)
+            pending.cancel()
             assert not call.end(0.0)
         assert asker.returned.wait(LIMIT_S)

@@ -13,7 +13,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.plan.pages import NO_BORDERS, PageArray, page_copies
-from kvbridge.kernels.copies import ProcessorCopier
+from kvbridge.kernels.copies import StretchCopier
 from tests.helpers.gpu import Form, random_bytes
 
 FORMS = st.builds(
@@ -64,7 +64,7 @@ def test_copies_the_named_pages_of_all_layers_and_nothing_else(case):
             expected[stop : stop + page_bytes] = source[start : start + page_bytes]
     here, there = (np.array(column, dtype=np.int32) for column in (zip(*pairs, strict=True) if pairs else ([], [])))
     sides = (pages_at(source_form, source.ctypes.data), here), (pages_at(target_form, target.ctypes.data), there)
-    ProcessorCopier().submit(page_copies(*sides, page_bytes))
+    StretchCopier(None).submit(page_copies(*sides, page_bytes))
     np.testing.assert_array_equal(target, expected)
 
 

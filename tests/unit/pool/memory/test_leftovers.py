@@ -67,7 +67,7 @@ def test_files_belong_to_their_owner_until_it_dies_and_then_to_nobody(shm, owner
 def test_lock_files_end_with_their_process_where_exit_handlers_do_not_run(shm):
     lock_files = LockFiles()
     lock_file = lock_files.to_name(99, 4096, shm)
-    assert verdicts(sweep([shm])) == {Path(lock_file.file.path).name: Verdict.IN_USE}
+    assert verdicts(sweep([shm])) == {Path(lock_file.identity.path).name: Verdict.IN_USE}
     lock_files.remove_names()
     assert not list(shm.iterdir())
 

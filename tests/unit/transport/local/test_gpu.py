@@ -15,8 +15,7 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Closing
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local.gpu import STREAM_SLICES, DeviceCopier, Route, Way
-from kvbridge.transport.local.memory import DeviceAccess
+from kvbridge.transport.local.gpu import STREAM_SLICES, DeviceAccess, DeviceCopier, Route, Way
 from tests.helpers.fake_cuda import FakeStream
 from tests.helpers.manual_clock import ManualClock
 
@@ -99,7 +98,7 @@ def test_transfers_share_a_stream() -> None:
     world = World()
     for transfer in [world.begin(blocks(100)[0]) for _ in range(2)]:
         transfer.poll()
-        assert transfer.progress[1] == 4 * STREAM_SLICES // 2
+        assert transfer._held.operations == 4 * STREAM_SLICES // 2
     assert len(world.stream.started) == STREAM_SLICES
 
 

@@ -18,8 +18,7 @@ from kvbridge.transport.local.host import (
     require_same_host,
     shared_file,
 )
-from kvbridge.transport.local.memory import LocalEndpoint
-from kvbridge.transport.local.peer import PeerMemory
+from kvbridge.transport.local.memory import LocalEndpoint, PeerMemory
 
 
 @pytest.fixture

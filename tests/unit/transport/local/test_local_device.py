@@ -24,8 +24,8 @@ from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import TransferState
+from kvbridge.transport.local import gpu as local_gpu
 from kvbridge.transport.local import memory as local_memory
-from kvbridge.transport.local import peer as local_peer
 from kvbridge.transport.local import transport as local
 from kvbridge.transport.local.gpu import Route, Way
 from kvbridge.transport.local.transport import LocalTransport
@@ -113,10 +113,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         return seen.streams[route]
 
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "")
-    monkeypatch.setattr(local_peer, "OpenedAllocation", Opened)
-    monkeypatch.setattr(local_peer, "allocation_of", lambda device, at: (at, lengths[at]))
-    monkeypatch.setattr(local_peer, "_require_reach", reach)
-    monkeypatch.setattr(local_memory, "HostRegistration", Registration)
+    monkeypatch.setattr(local_memory, "OpenedAllocation", Opened)
+    monkeypatch.setattr(local_memory, "allocation_of", lambda device, at: (at, lengths[at]))
+    monkeypatch.setattr(local_memory, "_require_reach", reach)
+    monkeypatch.setattr(local_gpu, "HostRegistration", Registration)
     monkeypatch.setattr(local, "has_accelerator", lambda: seen.gpu)
     monkeypatch.setattr(LocalTransport, "_make_stream", stream)
     return seen
@@ -214,7 +214,7 @@ def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(
     source, target, extents = SharedBuffer(tmp_path / "own", SIZE), DeviceArray(), 8
     source.bytes[:] = 7
     span = source.address, SIZE
-    monkeypatch.setattr(local_memory, "registered_range", lambda _: span)
+    monkeypatch.setattr(local_gpu, "registered_range", lambda _: span)
     writer, reader = make(), make()
     each = SIZE // extents
     writer.register([source.memory(at * each, each) for at in range(extents)])
@@ -248,7 +248,7 @@ def test_a_submission_that_cannot_be_made_leaves_nothing_behind(world: World, ma
     with pytest.raises(TransportError, match="no more today"):
         writer.submit(peer, operations((source.address, target.address, 64)), deadline_s=5.0)
     assert not target.bytes.any()
-    assert {window.transfers for _, window in writer._devices._streams.values()} == {0}
+    assert {len(window.transfers) for _, window in writer._devices._streams.values()} == {0}
     writer.disconnect(peer)
     eventually("the peer's memory is let go", lambda: world.closed == 1)
 

@@ -12,10 +12,10 @@ import pytest
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Closing
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local import peer as local_peer
-from kvbridge.transport.local.memory import DeviceAccess
+from kvbridge.transport.local import memory as local_memory
+from kvbridge.transport.local.gpu import DeviceAccess
 from kvbridge.transport.local.transport import copy_transfer
-from kvbridge.transport.pump import PumpedTransfer
+from kvbridge.transport.windowed import WindowedTransfer
 
 LIMIT_S = 10.0
 
@@ -58,7 +58,7 @@ def test_without_a_thread_memory_is_refused_in_words_and_given_back_all_the_same
     monkeypatch.setattr(threading.Thread, "start", refuse)
     refused = DeviceAccess(3, lambda _: Registered(undone), label="another pool")
     assert not refused.ready
-    assert refused.error.startswith("another pool: can't start new thread; ")
+    assert refused.error.startswith("another pool: no thread can be started for 'kvbridge-register': can't start")
     refused.close(then=lambda: undone.append("after the refused one"))
     access.close(then=lambda: undone.append("unmapped"))
     assert undone == ["after the refused one", "undone", "unmapped"]
@@ -110,8 +110,12 @@ def blocks(count: int, size: int = SLICE) -> tuple[Operations, np.ndarray, np.nd
     )
 
 
-def copying(operations: Operations, slice_bytes: int = SLICE, deadline_s: float = 5, **facts: object) -> PumpedTransfer:
-    return copy_transfer(operations, peer="p", deadline_s=deadline_s, slice_bytes=slice_bytes, **facts)
+def copying(
+    operations: Operations, slice_bytes: int = SLICE, deadline_s: float = 5, **facts: object
+) -> WindowedTransfer:
+    made = copy_transfer(operations, "p", deadline_s, slice_bytes=slice_bytes, **facts)
+    made.pumped = True
+    return made
 
 
 def test_slices_hold_as_many_operations_as_fit() -> None:
@@ -141,12 +145,12 @@ def test_pages_that_nobody_keeps_any_more_are_forgotten(monkeypatch: pytest.Monk
             return 0
 
     class File:
-        address, length_bytes = 1 << 30, 1_000 * local_peer.POPULATE_STEP_BYTES
+        address, length_bytes = 1 << 30, 1_000 * local_memory.POPULATE_STEP_BYTES
 
-    monkeypatch.setattr(local_peer, "_libc", Libc)
+    monkeypatch.setattr(local_memory, "_libc", Libc)
     file = File()
     seen = weakref.ref(file)
-    local_peer.populate(file)
+    local_memory.populate(file)
     assert inside.wait(LIMIT_S)
     del file
     assert seen() is not None, "while the kernel is at its pages"

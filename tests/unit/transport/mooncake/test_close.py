@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.config.transports import MooncakeSettings
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.mooncake.engine import Engine
+from kvbridge.transport.mooncake.library import Engine
 from kvbridge.transport.mooncake.transport import MooncakeTransport
 from tests.helpers.manual_clock import ManualClock
 

@@ -15,10 +15,10 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Endpoint
+from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.nixl import agent as nixl_agent
 from kvbridge.transport.nixl.agent import Side, UnclearPostError, environment
-from kvbridge.transport.nixl.peers import NixlExtent
-from kvbridge.transport.nixl.transport import NixlPeer, NixlTransport, Places, _Batch, _Writes
+from kvbridge.transport.nixl.transport import NixlPeer, NixlTransport, _Batch, _place, _Writes
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowLimits
 from tests.helpers.shared_buffer import connect
 
@@ -34,7 +34,7 @@ class ScriptedAgent:
         self.answers: dict[int, Check] = {}
         self.asked: list[int] = []
 
-    def post_write(self, peer: str, local: Side, remote: Side) -> int:
+    def post(self, peer: str, local: Side, remote: Side) -> int:
         number = len(self.posted)
         self.posted.append((local, remote))
         if number in self.refusals:
@@ -46,8 +46,8 @@ class ScriptedAgent:
         return self.answers.get(request, PENDING)
 
 
-HOST = NixlExtent(address=0x1000, length_bytes=0x1000)
-DEVICE = NixlExtent(address=0x8000, length_bytes=0x1000, kind=MemoryKind.VRAM, device=3)
+HOST = Stretch(0x1000, 0x1000, _place(MemoryKind.DRAM, 0))
+DEVICE = Stretch(0x8000, 0x1000, _place(MemoryKind.VRAM, 3))
 
 
 @pytest.fixture
@@ -60,12 +60,12 @@ def writes(agent: ScriptedAgent) -> _Writes:
     """Four operations: host to host, host to device, device to host, host to host."""
     window = Window(WindowLimits(operations=8, bytes=1 << 20, quiet_timeout_s=1.0))
     known = [DEVICE, HOST]
-    peer = NixlPeer("peer", Places("peer", known), window)
+    peer = NixlPeer("peer", "peer", Extents("peer", known), window)
     source, target = np.array([0x1000, 0x1100, 0x8000, 0x1FF0]), np.array([0x1000, 0x8FF0, 0x1200, 0x1300])
     operations = Operations(
         source.astype(np.uint64), target.astype(np.uint64), np.array([16, 16, 32, 16], dtype=np.uint64)
     )
-    return _Writes(agent, peer, Places("us", known), operations)
+    return _Writes(agent, peer, Extents("us", known), operations)
 
 
 def test_refused_first_request_started_nothing(writes: _Writes, agent: ScriptedAgent) -> None:

@@ -1,4 +1,4 @@
-"""One mooncake engine, and the two ways of giving it the operations of a transfer.
+"""The two ways of giving a mooncake engine the operations of a transfer.
 
 Each operation by itself (`SingleWrites`). The library then says of each when it has ended, so a transfer that failed becomes
 quiet. Over TCP there is no other way: a batch that has failed leaves the rest of itself running for as long as the peer hangs, and
@@ -27,17 +27,22 @@ from queue import SimpleQueue
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import AddressArray, Operations
-from kvbridge.transport.mooncake.library import LIBRARY_ERRORS, Library
+from kvbridge.transport.mooncake.library import (
+    LIBRARY_ERRORS,
+    STATUS_DONE,
+    STATUS_FAILED,
+    STATUS_PENDING,
+    STATUS_UNKNOWN,
+    Engine,
+)
 from kvbridge.transport.windowed import DONE, PENDING, Check, PartlyStartedError, Progress, Submitter
 
 NO_BATCH = frozenset({-1, 0, 2**64 - 1})
-"""What the library answers instead of a batch id when it took nothing (its type differs between builds)."""
-STATUS_PENDING, STATUS_DONE, STATUS_FAILED, STATUS_UNKNOWN = 0, 1, -1, -2
-"""Of one operation; anything else counts as unknown: given up by the library, and perhaps not ended."""
+"""The library's answers instead of a batch id when it took nothing (the type differs between builds)."""
 BATCH_DONE, BATCH_FAILED = 0, -1
 REFUSED = -1
 CONVERTED = 1024
-"""Addresses that are made Python numbers at a time."""
+"""How many addresses are made Python numbers at a time."""
 
 WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
 WHY_FAILED = (
@@ -46,46 +51,17 @@ WHY_FAILED = (
 )
 
 
-class Engine:
-    """The one reference to the library's engine.
-
-    Destroying the engine is what ends all its operations, so nobody else keeps a reference.
-    """
-
-    def __init__(self, library: Library) -> None:
-        self._library: Library | None = library
-
-    @property
-    def library(self) -> Library:
-        """Raises TransportError after `destroy`."""
-        if self._library is None:
-            raise TransportError("this mooncake transport has been closed; create another one")
-        return self._library
-
-    def destroy(self) -> None:
-        """Drop the engine. Harmless when dropped already."""
-        self._library = None
-
-    def status(self, single: int) -> int:
-        """One of the four answers about an operation that was given by itself; not to be asked again after done or failed."""
-        try:
-            answer = self.library.transfer_check_status(single)
-        except LIBRARY_ERRORS:
-            return STATUS_UNKNOWN
-        return answer if answer in {STATUS_PENDING, STATUS_DONE, STATUS_FAILED} else STATUS_UNKNOWN
-
-
 @dataclass(slots=True, eq=False)
 class Singles:
     """Operations that were given one by one and have not ended."""
 
     ids: list[int]
     failure: str = ""
-    """The first thing that went wrong; terminal once `ids` is empty."""
+    """The first failure; the group has ended once `ids` is empty."""
 
 
 class SingleWrites(Submitter[Singles]):
-    """Gives each operation of a transfer by itself, some with each call of `start`."""
+    """Gives each operation of a transfer by itself, a few with each `start`."""
 
     def __init__(self, engine: Engine, session: str, operations: Operations) -> None:
         self._engine = engine
@@ -112,7 +88,7 @@ class SingleWrites(Submitter[Singles]):
         raise PartlyStartedError(refused, Singles(ids), first + len(ids))
 
     def check(self, handle: Singles) -> Check:
-        """See `Submitter.check`. Asks in their order, as far as the first that has not ended well."""
+        """Ask after operations in their order, as far as the first that has not ended well."""
         ended = 0
         answer = STATUS_DONE
         if not handle.failure:
@@ -132,33 +108,29 @@ class SingleWrites(Submitter[Singles]):
             if answer == STATUS_FAILED:
                 del handle.ids[0]  # the library has freed it
             handle.failure = _failure(answer)
-        return self._failed(handle)
-
-    def _failed(self, handle: Singles) -> Check:
-        """Ask after everything that is left of a failed group."""
-        status = self._engine.status
-        handle.ids = [single for single in handle.ids if status(single) in {STATUS_PENDING, STATUS_UNKNOWN}]
+        status_of = self._engine.status
+        handle.ids = [single for single in handle.ids if status_of(single) in {STATUS_PENDING, STATUS_UNKNOWN}]
         return Check(Progress.STALLED if handle.ids else Progress.FAILED, handle.failure)
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Operations of one call, and those beside them that were given by themselves."""
+    """Operations of one call (`others`), and those beside them that were given by themselves (`singles`)."""
 
     singles: list[int]
-    """Of the latter, those that have not ended."""
+    """Ids of single operations that have not ended."""
     others: int
-    """The library's id of the former; 0 when there are none, `REFUSED` when it did not take them."""
+    """The library's id of the others; 0 when there are none, `REFUSED` when the library did not take them."""
     answer: int | None = None
-    """About the others; written by the waiter."""
+    """The library's answer about the others; written by the waiter."""
     failure: str = ""
 
 
 class BatchWrites(Submitter[Batch]):
     """Gives the operations of a transfer in batches.
 
-    The first one of a transfer is given by itself as well, before anything else: a peer that cannot be reached, or whose
-    description cannot be read, is found out then, with nothing under way.
+    The first operation of a transfer is given by itself, before all others: a peer that cannot be reached, or whose description
+    cannot be read, is found out then, with nothing under way.
     """
 
     def __init__(self, engine: Engine, session: str, operations: Operations, waiter: Waiter) -> None:
@@ -167,7 +139,7 @@ class BatchWrites(Submitter[Batch]):
         self._operations = operations
         self._waiter = waiter
         self._polled: deque[Batch] = deque()
-        """Those of which some single operations may not have ended."""
+        """Batches whose single operations may not all have ended."""
 
     def start(self, first: int, stop: int) -> Batch:
         last = stop - 1
@@ -188,7 +160,7 @@ class BatchWrites(Submitter[Batch]):
         return batch
 
     def check(self, handle: Batch) -> Check:
-        """See `Submitter.check`. Looks beyond the oldest batch, too, so that the waiter always has something to ask after."""
+        """Look beyond the oldest batch, too, so that the waiter always has something to ask after."""
         while self._polled and self._singles_ended(self._polled[0]):
             batch = self._polled.popleft()
             if batch.others and batch.answer is None:
@@ -224,7 +196,7 @@ class BatchWrites(Submitter[Batch]):
         return single
 
     def _submit_others(self, batch: Batch, first: int, stop: int) -> None:
-        """Raises TransportError when they are refused, and notes that some of them may have been posted before that."""
+        """Give a batch. Notes of a refused one that some of its operations may have been posted before that."""
         operations = self._operations
         arrays = (operations.source, operations.destination, operations.length)
         submit = self._engine.library.batch_transfer_async_write
@@ -243,10 +215,9 @@ class BatchWrites(Submitter[Batch]):
 
 
 class Waiter:
-    """A thread that asks after batches to one peer, one after the other. It ends with the last reference to this."""
+    """A thread that asks after batches to one peer, one after the other. The thread ends with the last reference to this."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        """`name` is the thread's."""
         self._engine = engine
         self._name = name
         self._queue: SimpleQueue[Batch | None] = SimpleQueue()
@@ -254,7 +225,7 @@ class Waiter:
         weakref.finalize(self, self._queue.put, None)
 
     def ask(self, batch: Batch) -> None:
-        """Have `answer` of a batch filled in."""
+        """Have the thread fill in `answer` of a batch."""
         if self._thread is None:
             arguments = (self._engine, self._queue)
             self._thread = threading.Thread(target=_answer_all, args=arguments, name=self._name, daemon=True)
@@ -262,7 +233,7 @@ class Waiter:
         self._queue.put(batch)
 
     def end(self, timeout_s: float) -> bool:
-        """Ask nothing more. Returns whether the question under way has been answered, at the latest after `timeout_s`."""
+        """Ask nothing more. Returns, at the latest after `timeout_s`, whether the library has answered the last question."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -274,12 +245,12 @@ def _answer_all(engine: Engine, queue: SimpleQueue[Batch | None]) -> None:
     while (batch := queue.get()) is not None:
         try:
             batch.answer = engine.library.get_batch_transfer_status([batch.others])
-        except (TransportError, *LIBRARY_ERRORS):  # closed, or a defect of the library: not known to have ended
+        except (TransportError, *LIBRARY_ERRORS):  # closed, or a defect of the library: the batch may not have ended
             batch.answer = BATCH_FAILED
 
 
 def _numbers(array: AddressArray) -> Iterator[int]:
-    """An array's elements as Python's numbers, which is what the library takes; a few at a time."""
+    """Yield an array's elements as Python's numbers, which the library takes."""
     return chain.from_iterable(array[at : at + CONVERTED].tolist() for at in range(0, len(array), CONVERTED))
 
 
@@ -290,7 +261,9 @@ def _refusal(operations: Operations, first: int, count: int = 1) -> str:
 
 
 def _raised(session: str, error: Exception) -> str:
-    return f"mooncake failed over peer {session} ({type(error).__name__}: {error}); what the peer says of itself cannot be read"
+    return (
+        f"mooncake failed over peer {session} ({type(error).__name__}: {error}); the peer's description cannot be read"
+    )
 
 
 def _failure(answer: int) -> str:
