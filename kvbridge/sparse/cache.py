@@ -9,11 +9,11 @@ A step, for the requests that decode together, as the engine calls it:
     end_step()                     pages that are complete now start on their way to the host
 
 `append` and `swap_in` read only device memory that never moves, so they may be captured into a CUDA graph for a batch size and
-replayed; the other verbs stay outside. No verb waits for the device, and none allocates device memory. All of it happens on torch's
+replayed; the other verbs stay outside. No verb waits for the device, and none allocates device memory. All work happens on torch's
 current stream of the device, or beside it and in order with it.
 
-Host pages: a request's page table names them. The first `shared_pages` of them others read as well, and nobody writes; all others
-are this request's alone from `admit` until what `release` returned says that they are quiet. Give them back only then.
+A request's page table names its host pages. Other requests read the first `shared_pages` of them too, and nobody writes these. All
+others are this request's alone from `admit` until the result of `release` says that they are quiet. Give them back only then.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from kvbridge.core.plan.pages import page_copies
 from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.copies import StretchCopier
-from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
+from kvbridge.kernels.swap_in import ReferenceSwapIn, Step, SwapIn
 from kvbridge.kernels.swap_in_device import AppendRows, CudaSwapIn
 from kvbridge.sparse.memory import HotMemory, checked_regions, layer_memory, layer_pages
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
 from kvbridge.sparse.streams import Point, SideStream, Staging, Streams
 
 STEPS_AHEAD = 16
-"""So many steps may a host be ahead of its device before it waits."""
+"""Steps that a host may be ahead of its device before it waits."""
 ADMISSIONS_AHEAD = 8
 POLL_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """What became of the rows that a request's steps selected, over all layers. Ring rows are not among them."""
+    """The rows that a request's steps selected, over all layers, without ring rows."""
 
     hits: int
     """Rows that were in a hot slot, each step's distinct ones."""
@@ -69,15 +69,15 @@ class ReleasedRequest:
     """A request that has ended, while copies between its hot rows and its host pages may still be under way."""
 
     def __init__(self, slot: int, point: Point, known: SparseRows, tallies: torch.Tensor) -> None:
-        """`tallies`: int32 [layers, TALLIES] on the host, there when `point` is reached; `known`: the figures of the host."""
+        """`known`: the figures of the host; `tallies`: int32 [layers, TALLIES] on the host, there when `point` is reached."""
         self._slot, self._point, self._known, self._tallies = slot, point, known, tallies
 
     def reached(self) -> bool:
-        """Whether all copies have ended, so that its host pages may be given back; never waits."""
+        """Return whether all copies have ended, so that the host pages may be given back; never waits."""
         return self._point.reached()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until then. Raises DeadlineError after `timeout_s`: the pages must then not be given back."""
+        """Wait until all copies have ended. Raises DeadlineError after `timeout_s`: then keep the pages."""
         deadline_s = time.monotonic() + timeout_s
         while not self.reached():
             if time.monotonic() > deadline_s:
@@ -87,9 +87,9 @@ class ReleasedRequest:
             time.sleep(POLL_S)
 
     def rows(self) -> SparseRows:
-        """What was done for the request, for `DecodeEngine.release`. Raises ConflictError before all copies have ended."""
+        """Return the request's figures, for `DecodeEngine.release`. Raises ConflictError before all copies have ended."""
         if not self.reached():
-            raise ConflictError("what was done for a request is known when its copies have ended: wait for that first")
+            raise ConflictError("the figures of a request are known when its copies have ended: wait for that first")
         _, hits, loaded, _ = self._tallies.sum(dim=0).tolist()
         return self._known.model_copy(update={"hit": hits, "loaded": loaded})
 
@@ -135,9 +135,6 @@ class SparseCache(Closing):
         self._backed_up = [
             [self._streams.point() for _ in range(settings.ring_pages)] for _ in range(settings.max_requests)
         ]
-        self._preloaded = [0] * settings.max_requests
-        self._first_rows = [0] * settings.max_requests
-        """How many rows each request had when it was admitted."""
         requests, pinned = settings.max_requests, device.type == "cuda"
         table_words = 2 * self.memory.shape.max_pages + 1
         self._tables = Staging(self._streams, words=table_words, count=ADMISSIONS_AHEAD, pinned=pinned)
@@ -152,14 +149,13 @@ class SparseCache(Closing):
         """Begin a request of `rows` complete rows in a free slot.
 
         `host_page_ids`: int32, the request's host pages in the order of its rows; all pages that it will need, or as many as it has
-        now and the rest by `extend`. `shared_pages`: so many of them, from the first on, hold a prefix that this node had already
-        (`prefix_tokens` of the claim, in pages): a step that would write one is refused with IntegrityError. What its first step
-        needs is loaded beside compute. Raises CapacityError, ConflictError, InvalidInputError, PageOutOfBoundsError; then nothing
-        has changed.
+        now and the rest by `extend`. `shared_pages`: the number of them, from the first on, that hold a prefix which this node had
+        already (`prefix_tokens` of the claim, in pages); a step that would write one is refused with IntegrityError. The rows of
+        the first step are loaded beside compute. Raises CapacityError, ConflictError, InvalidInputError, PageOutOfBoundsError; then
+        nothing has changed.
         """
         self._check_ids(request_slot, host_page_ids)
         request = self.requests.admit(request_slot, host_page_ids.copy(), rows, shared_pages=shared_pages)
-        self._first_rows[request_slot] = rows
         loads = self._loads(request)
         stream, memory = self._load_stream, self.memory
         stream.follow()  # steps of whoever was in the slot before
@@ -171,8 +167,8 @@ class SparseCache(Closing):
             begin[0] = request.ring_begin
             memory.ring_begin[request_slot : request_slot + 1].copy_(begin, non_blocking=True)
             self._copy_pages(loads, stream, load=True)
-            if self._preloaded[request_slot]:
-                memory.note_resident(request_slot, self._preloaded[request_slot])
+            if request.preloaded_rows:
+                memory.note_resident(request_slot, request.preloaded_rows)
         stream.mark(self._admitted[request_slot])
         self._unsettled.add(request_slot)
 
@@ -188,18 +184,16 @@ class SparseCache(Closing):
 
     def release(self, request_slot: int) -> ReleasedRequest:
         """End a request. Its slot may be admitted to at once; its host pages may be given back when the result is reached."""
-        rows, slots = self.requests.get(request_slot).rows, self.component.slots_per_page
-        self.requests.release(request_slot)
+        request, slots = self.requests.release(request_slot), self.component.slots_per_page
         self._settle(request_slot)
         self._backup_stream.follow()
         tallies = torch.empty_like(self.memory.tallies, device="cpu", pin_memory=self.device.type == "cuda")
         with self._backup_stream.running():
             tallies.copy_(self.memory.tallies, non_blocking=True)  # all of them: a part would take device memory
         told = SparseRows(
-            preloaded=self._preloaded[request_slot] * len(self.layers),
-            backed_up=(rows // slots - self._first_rows[request_slot] // slots) * slots * len(self.layers),
+            preloaded=request.preloaded_rows * len(self.layers),
+            backed_up=(request.rows // slots * slots - request.ring_begin) * len(self.layers),
         )
-        self._preloaded[request_slot] = 0
         point = self._streams.point()
         self._backup_stream.mark(point)
         return ReleasedRequest(request_slot, point, told, tallies[:, request_slot])
@@ -209,8 +203,8 @@ class SparseCache(Closing):
     def begin_step(self, entries: Sequence[tuple[int, int]]) -> None:
         """Begin a step of some requests: (request slot, its complete rows after this step), in the order of the batch.
 
-        Each has as many rows as before or one more. Raises InvalidInputError, NotFoundError, ConflictError before anything has been
-        changed or enqueued: for a page that would be complete with this step but has no host page, too.
+        Each has as many rows as before or one more. Raises InvalidInputError (also for a page that would be complete with this step
+        but has no host page), NotFoundError or ConflictError before anything has been changed or enqueued.
         """
         plan = self.requests.begin_step(entries)
         for slot, _ in entries:
@@ -237,9 +231,9 @@ class SparseCache(Closing):
             stream.mark(self._point(place))
 
     def places(self, batch: int) -> torch.Tensor:
-        """Where the step's new rows go: int32 [batch], physical rows, -1 for requests that complete none, and for padding.
+        """Return where the step's new rows go: int32 [batch], physical rows, -1 for requests that complete none, and for padding.
 
-        Memory of the cache, so that a captured graph reads each step's own.
+        The tensor is memory of the cache, so a captured graph reads each step's own places.
         """
         return self.memory.step[2, :batch]
 
@@ -267,8 +261,8 @@ class SparseCache(Closing):
     def swap_in(self, layer: int, top_k: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the physical rows of the selected ones: int32 [batch, top_k], of the same shape as `top_k`.
 
-        -1 where `top_k` is -1 or no row of the request, and for padding. Without `out` the answer lies in memory of the cache,
-        until the next call.
+        -1 where `top_k` is -1 or no row of the request, and for padding. Without `out` the answer lies in memory of the cache until the
+        next call.
         """
         batch = top_k.shape[0]
         self._check_batch(top_k, batch)
@@ -285,7 +279,7 @@ class SparseCache(Closing):
                 )
         self._swap_in.swap_in(
             self._position(layer),
-            self.memory.step_of(batch),
+            Step(batch, self.memory.step[0].data_ptr(), self.memory.step[1].data_ptr()),
             top_k=top_k.data_ptr(),
             out=found.data_ptr(),
             stream=self._streams.handle(),
@@ -295,14 +289,11 @@ class SparseCache(Closing):
     # ------------------------------------------------------------------ reading
 
     def hot_pages(self, layer: int) -> torch.Tensor:
-        """The hot region of a layer: uint8 [pages, page_bytes]; physical row p is slot p % slots_per_page of page p // that."""
+        """Return a layer's hot region: uint8 [pages, page_bytes]; physical row p is slot p % slots_per_page of page p // that."""
         return self.memory.pages[self._position(layer)]
 
     def rows(self, layer: int, physical_rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy of physical rows, parts together: uint8 [*physical_rows.shape, row_bytes], zeros for -1.
-
-        For attention in plain torch; a kernel reads `hot_pages` itself.
-        """
+        """Return a copy of physical rows, for attention in plain torch: uint8 [*physical_rows.shape, row_bytes], zeros for -1."""
         pages, slots = self.hot_pages(layer), self.component.slots_per_page
         wanted = physical_rows.clamp(min=0).long()
         parts = []
@@ -313,19 +304,19 @@ class SparseCache(Closing):
         return torch.cat(parts, dim=-1).masked_fill_((physical_rows < 0).unsqueeze(-1), 0)
 
     def counts(self, request_slot: int) -> RequestCounts:
-        """What became of a request's selected rows so far. Waits for the device."""
-        self.requests.get(request_slot)
+        """Return the counts of a request so far. Waits for the device."""
+        request = self.requests.get(request_slot)
         self._streams.synchronize()
         _, hits, loaded, _ = self.memory.tallies[:, request_slot].sum(dim=0).tolist()
         resident = int((self.memory.row_of_slot[:, request_slot] >= 0).sum())
-        return RequestCounts(hits, loaded, self._preloaded[request_slot] * len(self.layers), resident)
+        return RequestCounts(hits, loaded, request.preloaded_rows * len(self.layers), resident)
 
     def memory_bytes(self) -> SparseBytes:
-        """Device memory by part. The copiers' descriptions, some KiB, come on top."""
+        """Return the device memory by part, without some KiB of the copiers' descriptions."""
         return self.memory.bytes_by_part()
 
     def close(self) -> None:
-        """Wait for the device and let go of what is held; the host regions may be unmapped afterwards. Harmless when closed."""
+        """Wait for the device and let everything go; the host regions may be unmapped afterwards. Harmless when closed."""
         self._streams.synchronize()
         self._copier.close()
         if isinstance(self._swap_in, CudaSwapIn):
@@ -341,21 +332,17 @@ class SparseCache(Closing):
         """Copy pages between the hot region and the host, in all layers, on a side stream."""
         if not places:
             return
-        ids = [
-            np.array(column, dtype=np.int64)
-            for column in zip(*((one.hot_page, one.host_page) for one in places), strict=True)
-        ]
-        for pages in self._pages:
-            hot, host = zip(pages, ids, strict=True)
-            sides = (host, hot) if load else (hot, host)
+        hot_ids, host_ids = np.array([(one.hot_page, one.host_page) for one in places], dtype=np.int64).T
+        for hot, host in self._pages:
+            sides = ((host, host_ids), (hot, hot_ids)) if load else ((hot, hot_ids), (host, host_ids))
             self._copier.submit(page_copies(*sides, self.component.page_bytes()), stream=stream.handle())
 
     def _loads(self, request: Request) -> list[PagePlace]:
-        """Host pages to load at admission: the incomplete one into the ring; all complete ones of a short request."""
+        """Return host pages to load at admission: the incomplete one, into the ring, and all complete ones of a short request."""
         slot, slots = request.slot, self.component.slots_per_page
         complete = request.rows // slots
         short = request.rows <= self.settings.preload_limit_rows
-        self._preloaded[slot] = complete * slots if short else 0
+        request.preloaded_rows = complete * slots if short else 0
         first = slot * self.settings.pages_per_request(self.component)
         loads = [
             PagePlace(slot, page, first + page, int(request.pages[page])) for page in range(complete if short else 0)
@@ -364,7 +351,7 @@ class SparseCache(Closing):
         return [*loads, partial] if partial is not None else loads
 
     def _send_table(self, request: Request, words: torch.Tensor) -> None:
-        """Upload a request's host pages and their ranks, to whichever stream is torch's current one."""
+        """Upload a request's host pages and their ranks, on torch's current stream."""
         table = self.memory.host_pages[request.slot]
         staged = words[: table.numel()].view(table.shape)
         numbers = staged.numpy()
@@ -375,7 +362,7 @@ class SparseCache(Closing):
         table.copy_(staged, non_blocking=True)
 
     def _settle(self, slot: int) -> None:
-        """Compute goes on only when the slot's admission is done; said once an admission."""
+        """Let compute wait for the slot's admission, once an admission."""
         if slot in self._unsettled:
             self._unsettled.discard(slot)
             self._streams.wait(self._admitted[slot])
@@ -405,7 +392,7 @@ class SparseCache(Closing):
 
 
 def _resolved(device: torch.device) -> torch.device:
-    """The device with its number: "cuda" alone is torch's current one. Raises InvalidInputError for another kind."""
+    """Return the device with its number: "cuda" alone is torch's current one. Raises InvalidInputError for another kind."""
     if device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""The device memory of sparse decode, made once and never moved, and the host memory that rows are loaded from."""
+"""The device memory of sparse decode, made once and never moved, and the places of host memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbridge.core.geometry.costs import AGE_PLANES, TALLIES, SparseBytes, Spars
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.pages import PageArray
-from kvbridge.kernels.swap_in import LayerMemory, Step, SwapInShape, SwapInState
+from kvbridge.kernels.swap_in import LayerMemory, SwapInShape, SwapInState
 
 
 class HotMemory:
@@ -44,14 +44,14 @@ class HotMemory:
         self.step = integers(3, requests, fill=-1)
         """int32 [3, R]: request slots, rows, places of a step."""
         self.found = integers(requests, shape.top_k, fill=-1)
-        """int32 [R, top_k]: what `swap_in` answers into by default."""
+        """int32 [R, top_k]: the answers of `swap_in` by default."""
         self.numbers = torch.arange(settings.preload_limit_rows, dtype=torch.int32, device=device)
-        """int32: 0, 1, 2, ... as far as a request is preloaded; and the same in 16 bits."""
+        """int32: 0, 1, 2, ... as far as a request is preloaded."""
         self.short_numbers = self.numbers.to(torch.int16)
 
     @property
     def state(self) -> SwapInState:
-        """Addresses of the arrays of `swap_in`."""
+        """The addresses of the arrays of `swap_in`."""
         return SwapInState(
             requests=self.ring_begin.shape[0],
             slot_of_row=self.slot_of_row.data_ptr(),
@@ -62,10 +62,6 @@ class HotMemory:
             ring_begin=self.ring_begin.data_ptr(),
         )
 
-    def step_of(self, batch: int) -> Step:
-        """The first `batch` entries of the step tensors."""
-        return Step(batch, self.step[0].data_ptr(), self.step[1].data_ptr())
-
     def forget(self, slot: int) -> None:
         """Set everything of a request slot back to its start, in the order of torch's current stream. Allocates nothing."""
         self.slot_of_row[:, slot].fill_(-1)
@@ -74,13 +70,13 @@ class HotMemory:
         self.tallies[:, slot].zero_()
 
     def note_resident(self, slot: int, rows: int) -> None:
-        """Rows 0 to `rows` are in the hot slots of the same numbers, in the order of torch's current stream."""
+        """Note that rows [0, rows) are in the hot slots of the same numbers, in the order of torch's current stream."""
         layers = self.pages.shape[0]
         self.slot_of_row[:, slot, :rows].copy_(self.short_numbers[:rows].expand(layers, rows))
         self.row_of_slot[:, slot, :rows].copy_(self.numbers[:rows].expand(layers, rows))
 
     def bytes_by_part(self) -> SparseBytes:
-        """What the device memory is used for; `steps` includes the constants for preloading."""
+        """Return the device memory by use; `steps` includes the constants for preloading."""
         ring_bytes = self.pages.nbytes * self.shape.ring_rows // self.shape.rows_per_request
         return SparseBytes(
             hot_rows=self.pages.nbytes - ring_bytes,
@@ -93,7 +89,7 @@ class HotMemory:
 
 
 def swap_in_shape(settings: SparseSettings, component: Component) -> SwapInShape:
-    """What the kernels are made for. Raises InvalidInputError or UnsupportedError, naming what does not suit."""
+    """Return the sizes of the kernels. Raises InvalidInputError or UnsupportedError, naming what does not suit."""
     settings.check_component(component)
     return SwapInShape(
         hot_rows=settings.hot_rows,
@@ -118,7 +114,7 @@ def layer_memory(hot: torch.Tensor, host: Region) -> LayerMemory:
 
 
 def layer_pages(hot_pages: torch.Tensor, host_regions: Sequence[Region]) -> list[tuple[PageArray, PageArray]]:
-    """Return the hot pages and the host pages of all layers, those together whose host pages lie alike.
+    """Return the hot pages and the host pages of all layers; layers whose host pages lie alike are together.
 
     `hot_pages`: uint8 [layers, pages, page_bytes].
     """

@@ -1,6 +1,6 @@
-"""Who is in which request slot, how far it has come, and what a step has to do about it. Pure.
+"""The request slots of a cache: the request in each, its rows, and the work of a step. Pure.
 
-Everything here is decided from numbers that the scheduler knows anyway, so that no step has to look at the device.
+Everything is decided from numbers that the scheduler knows anyway, so that no step has to look at the device.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, I
 from kvbridge.core.ids import PageIdArray
 from kvbridge.kernels.swap_in import SwapInShape
 
-IntArray = npt.NDArray[np.int32]
-
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What is known of the request in one slot."""
+    """The request in one slot."""
 
     slot: int
     rows: int
@@ -30,12 +28,14 @@ class Request:
     pages: PageIdArray
     """Host page ids, in the order of the request's rows."""
     shared_pages: int = 0
-    """So many of them, from the first on, others read as well: nothing is written there."""
+    """The number of pages, from the first on, that other requests read too: nothing is written there."""
+    preloaded_rows: int = 0
+    """Rows that admission put into hot slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagePlace:
-    """A logical page of a request, where it lies in the ring, and its host page."""
+    """A logical page of a request, its place in the ring, and its host page."""
 
     slot: int
     page: int
@@ -48,9 +48,9 @@ class PagePlace:
 class StepPlan:
     """One step, decided and not yet begun."""
 
-    entries: tuple[tuple[int, int], ...]
-    """(request slot, rows after the step)."""
-    places: IntArray
+    slots: tuple[int, ...]
+    """The request slot of each entry."""
+    places: npt.NDArray[np.int32]
     """int32 [entries]: the physical row of the entry's new row, or -1."""
     overwritten: tuple[PagePlace, ...]
     """Ring pages whose first row is written in this step and that held another page: its backup must be over."""
@@ -81,7 +81,7 @@ class RequestBook:
             raise NotFoundError(f"request slot {slot} holds no request; admit it first") from None
 
     def slots(self) -> tuple[int, ...]:
-        """Slots in use, in the order of their admission."""
+        """Return the slots in use, in the order of their admission."""
         return tuple(self._requests)
 
     @property
@@ -99,23 +99,18 @@ class RequestBook:
         )
 
     def hot_page(self, slot: int, page: int) -> int:
-        """Where logical page `page` lies in the ring: a page id in the hot region."""
+        """Return the page id, in the hot region, of logical page `page` while it is in the ring."""
         each = self.shape.rows_per_request // self._page_rows
-        hot_pages = self.shape.hot_rows // self._page_rows
-        return slot * each + hot_pages + page % (each - hot_pages)
-
-    def physical_row(self, slot: int, row: int) -> int:
-        """Where a row lies while it is in the ring."""
-        return slot * self.shape.rows_per_request + self.shape.hot_rows + row % self.shape.ring_rows
+        return (slot + 1) * each - self._ring_pages + page % self._ring_pages
 
     def ring_start(self, request: Request) -> int:
-        """The first row that is found in the ring."""
+        """Return the first row that is found in the ring."""
         return self.shape.ring_start(request.rows, request.ring_begin)
 
     # ------------------------------------------------------------------ verbs
 
     def admit(self, slot: int, pages: PageIdArray, rows: int, *, shared_pages: int = 0) -> Request:
-        """Put a request into a free slot. Raises CapacityError, InvalidInputError; then nothing has changed."""
+        """Put a request into a free slot. Raises CapacityError, ConflictError, InvalidInputError; then nothing has changed."""
         if not 0 <= slot < self.max_requests:
             raise CapacityError(
                 f"request slot {slot} does not exist: the hot buffer was made for {self.max_requests} requests "
@@ -123,28 +118,27 @@ class RequestBook:
             )
         if slot in self._requests:
             raise ConflictError(f"request slot {slot} is in use; release it first")
-        self._check(slot, rows, pages)
-        needed = -(-rows // self._page_rows)
+        self._check_rows(slot, rows)
+        self._check_pages(slot, pages)
+        needed, complete = -(-rows // self._page_rows), rows // self._page_rows
         if len(pages) < needed:
             raise InvalidInputError(
                 f"request slot {slot}: {rows} rows lie in {needed} host pages, the page table names {len(pages)}"
             )
-        if not 0 <= shared_pages <= rows // self._page_rows:
+        if not 0 <= shared_pages <= complete:
             raise InvalidInputError(
-                f"request slot {slot}: {shared_pages} host pages are said to be shared, but only {rows // self._page_rows} are "
-                f"complete with {rows} rows, and one that is not will be written"
+                f"request slot {slot}: {shared_pages} host pages are said to be shared, but only {complete} are complete with "
+                f"{rows} rows, and steps write the others"
             )
-        ring_begin = rows // self._page_rows * self._page_rows
-        request = Request(slot, rows, ring_begin, pages, shared_pages)
-        self._requests[slot] = request
+        request = self._requests[slot] = Request(slot, rows, complete * self._page_rows, pages, shared_pages)
         return request
 
     def extend(self, slot: int, pages: PageIdArray) -> Request:
         """Give a request a longer page table, which begins with the pages that it has."""
         request = self.get(slot)
-        self._check(slot, request.rows, pages)
+        self._check_pages(slot, pages)
         held = len(request.pages)
-        if len(pages) < held or not np.array_equal(pages[:held], request.pages):
+        if not np.array_equal(pages[:held], request.pages):
             raise InvalidInputError(
                 f"request slot {slot}: the new page table of {len(pages)} pages must begin with the {held} that it has"
             )
@@ -159,50 +153,49 @@ class RequestBook:
         """
         if self._step is not None:
             raise ConflictError("a step is under way already; call end_step first")
-        slots = [slot for slot, _ in entries]
+        slots = tuple(slot for slot, _ in entries)
         if len(set(slots)) != len(slots):
-            raise InvalidInputError(f"a request may be in a step once, got request slots {slots}")
+            raise InvalidInputError(f"a request may be in a step once, got request slots {list(slots)}")
         places = np.full(len(entries), -1, dtype=np.int32)
         overwritten, completed = [], []
         for number, (slot, rows) in enumerate(entries):
             request = self.get(slot)
-            self._check_step(request, rows)
+            if rows not in {request.rows, request.rows + 1}:
+                raise InvalidInputError(
+                    f"request slot {slot} has {request.rows} rows; after one step it has as many or one more, got {rows}"
+                )
+            self._check_rows(slot, rows)
             if rows == request.rows:
                 continue
-            new = rows - 1
-            places[number] = self.physical_row(slot, new)
-            page = new // self._page_rows
+            page, place = divmod(rows - 1, self._page_rows)
+            places[number] = self.hot_page(slot, page) * self._page_rows + place
             earlier = page - self._ring_pages
-            if new % self._page_rows == 0 and earlier * self._page_rows >= request.ring_begin:
+            if place == 0 and earlier * self._page_rows >= request.ring_begin:
                 overwritten.append(self._place(request, earlier))
             if rows % self._page_rows == 0:
                 completed.append(self._written(request, page))
-        self._step = StepPlan(tuple(entries), places, tuple(overwritten), tuple(completed))
+        self._step = StepPlan(slots, places, tuple(overwritten), tuple(completed))
         for slot, rows in entries:
             self._requests[slot].rows = rows
         return self._step
 
     def end_step(self) -> StepPlan:
-        """The step is over. Raises ConflictError when there was none."""
+        """End the step. Raises ConflictError when none is under way."""
         step, self._step = self._step, None
         if step is None:
             raise ConflictError("no step is under way; call begin_step first")
         return step
 
     def partial_page(self, slot: int) -> PagePlace | None:
-        """The page that a request is filling; None when its rows end with a page. Raises InvalidInputError without host page."""
+        """Return the page that a request is filling; None when its rows end with a page. Raises as `begin_step` does."""
         request = self.get(slot)
-        page = request.rows // self._page_rows
-        if request.rows % self._page_rows == 0:
-            return None
-        if page >= len(request.pages):
-            raise InvalidInputError(self._without_page(request, page))
-        return self._written(request, page)
+        page, rows = divmod(request.rows, self._page_rows)
+        return self._written(request, page) if rows else None
 
     def release(self, slot: int) -> Request:
         """Take a request out of its slot. Raises NotFoundError, and ConflictError while a step is under way with it."""
         self.get(slot)
-        if self._step is not None and any(slot == entry for entry, _ in self._step.entries):
+        if self._step is not None and slot in self._step.slots:
             raise ConflictError(f"request slot {slot} is in the step under way; call end_step first")
         return self._requests.pop(slot)
 
@@ -212,11 +205,16 @@ class RequestBook:
         return PagePlace(request.slot, page, self.hot_page(request.slot, page), int(request.pages[page]))
 
     def _written(self, request: Request, page: int) -> PagePlace:
-        """The place of a page that goes to the host. Raises IntegrityError for one that others read."""
+        """Return the place of a page that goes to the host. Raises IntegrityError for a shared page, InvalidInputError for none."""
+        if page >= len(request.pages):
+            raise InvalidInputError(
+                f"request slot {request.slot}: logical page {page} is to be written to the host, but its page table names only "
+                f"{len(request.pages)} pages; extend the request first"
+            )
         if page < request.shared_pages:
             raise IntegrityError(
                 f"request slot {request.slot}: logical page {page} was to be written to host page {request.pages[page]}, which "
-                f"others read as well ({request.shared_pages} pages are shared)"
+                f"other requests read too ({request.shared_pages} pages are shared)"
             )
         return self._place(request, page)
 
@@ -226,8 +224,7 @@ class RequestBook:
                 f"request slot {slot}: {rows} rows, the hot buffer's tables hold {self.shape.max_rows} (sparse.max_tokens)"
             )
 
-    def _check(self, slot: int, rows: int, pages: PageIdArray) -> None:
-        self._check_rows(slot, rows)
+    def _check_pages(self, slot: int, pages: PageIdArray) -> None:
         if pages.dtype != np.int32 or pages.ndim != 1:
             raise InvalidInputError(
                 f"request slot {slot}: host page ids are a one-dimensional int32 array, got {pages.dtype} of shape {pages.shape}"
@@ -239,19 +236,3 @@ class RequestBook:
             )
         if len(np.unique(pages)) != len(pages) or (len(pages) and int(pages.min()) < 0):
             raise InvalidInputError(f"request slot {slot}: host page ids must be distinct and not negative")
-
-    def _check_step(self, request: Request, rows: int) -> None:
-        if rows not in {request.rows, request.rows + 1}:
-            raise InvalidInputError(
-                f"request slot {request.slot} has {request.rows} rows; after one step it has as many or one more, got {rows}"
-            )
-        self._check_rows(request.slot, rows)
-        page = (rows - 1) // self._page_rows
-        if rows > request.rows and rows % self._page_rows == 0 and page >= len(request.pages):
-            raise InvalidInputError(self._without_page(request, page))
-
-    def _without_page(self, request: Request, page: int) -> str:
-        return (
-            f"request slot {request.slot}: logical page {page} is to be written to the host, but its page table names only "
-            f"{len(request.pages)} pages; extend the request first"
-        )

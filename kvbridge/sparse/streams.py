@@ -1,8 +1,8 @@
-"""The streams of a cache on its device: the engine's own, and others beside it for copies that nobody should wait for.
+"""The streams of a cache on its device: the engine's own, and others beside it for copies that the engine need not wait for.
 
-*Compute* is torch's current stream at the time of a call, which is the engine's. A *side stream* is one of ours. Events make
-one stream wait for another on the device; the host waits only in `synchronize`. On a CPU every call has done its work when it
-returns: there are no events and no streams, and nothing waits.
+*Compute* is torch's current stream at the time of a call, which is the engine's. A *side stream* is the cache's. Events make one
+stream wait for another on the device; the host waits only in `synchronize`. On a CPU every call has done its work when it returns:
+there are no events and no streams, and nothing waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Point:
         return self.event is None or bool(self.event.query())
 
     def synchronize(self) -> None:
-        """The host waits for the last mark."""
+        """Let the host wait for the last mark."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -38,19 +38,19 @@ class Streams:
         self._is_cuda = device.type == "cuda"
 
     def handle(self) -> int:
-        """The compute stream's handle, as launches take it."""
+        """Return the compute stream's handle, as launches take it."""
         return int(self.compute().cuda_stream) if self._is_cuda else 0
 
     def compute(self) -> torch.cuda.Stream:
-        """The compute stream of a CUDA device."""
+        """Return the compute stream of a CUDA device."""
         return torch.cuda.current_stream(self._device)
 
     def point(self) -> Point:
-        """A new point."""
+        """Return a new point."""
         return Point(torch.cuda.Event() if self._is_cuda else None)  # type: ignore[no-untyped-call]
 
     def side_stream(self) -> SideStream:
-        """A new side stream."""
+        """Return a new side stream."""
         return SideStream(self, torch.cuda.Stream(self._device) if self._is_cuda else None)  # type: ignore[no-untyped-call]
 
     def mark(self, point: Point) -> None:
@@ -59,12 +59,12 @@ class Streams:
             point.event.record(self.compute())
 
     def wait(self, point: Point) -> None:
-        """Compute goes on only after a point; the host does not wait."""
+        """Let compute wait for a point; the host does not wait."""
         if self._is_cuda:
             self.compute().wait_event(point.event)
 
     def synchronize(self) -> None:
-        """The host waits for everything on the device."""
+        """Let the host wait for everything on the device."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
 
@@ -76,11 +76,11 @@ class SideStream:
         self._streams, self.stream, self._edge = streams, stream, streams.point().event
 
     def handle(self) -> int:
-        """The stream's handle, as launches take it."""
+        """Return the stream's handle, as launches take it."""
         return 0 if self.stream is None else int(self.stream.cuda_stream)
 
     def follow(self, other: SideStream | None = None) -> None:
-        """Begin later work here only after all that another side stream, or else compute, has been given so far."""
+        """Begin later work here only after the present work of another side stream, or else of compute."""
         if self.stream is not None:
             self._edge.record(self._streams.compute() if other is None else other.stream)
             self.stream.wait_event(self._edge)
@@ -91,14 +91,14 @@ class SideStream:
             point.event.record(self.stream)
 
     def running(self) -> AbstractContextManager[object]:
-        """A context in which torch's own operations go to this stream."""
+        """Return a context in which torch's own operations go to this stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
 
 class Staging:
     """A ring of int32 buffers: the device reads one while the host fills the next.
 
-    The host waits only when it is ahead of the device by all buffers: a buffer is filled again when the device has read it.
+    The host fills a buffer again when the device has read it, so the host waits only when it is ahead by all buffers.
     """
 
     def __init__(self, streams: Streams, *, words: int, count: int, pinned: bool) -> None:
@@ -109,7 +109,7 @@ class Staging:
 
     @contextmanager
     def buffer(self, stream: SideStream | None = None) -> Iterator[torch.Tensor]:
-        """A buffer, int32 [words], to fill and to give to the device inside: to a side stream, or else to compute."""
+        """Yield a buffer, int32 [words], to fill and to give to the device inside: to a side stream, or else to compute."""
         number = self._next
         self._next = (number + 1) % len(self._buffers)
         self._points[number].synchronize()
