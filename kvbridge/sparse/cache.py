@@ -261,8 +261,8 @@ class SparseCache(Closing):
     def swap_in(self, layer: int, top_k: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the physical rows of the selected ones: int32 [batch, top_k], of the same shape as `top_k`.
 
-        -1 where `top_k` is -1 or no row of the request, and for padding. Without `out` the answer lies in memory of the cache until the
-        next call.
+        -1 where `top_k` is -1 or no row of the request, and for padding. Without `out` the answer lies in memory of the cache until
+        the next call.
         """
         batch = top_k.shape[0]
         self._check_batch(top_k, batch)

@@ -1,8 +1,8 @@
-"""A room on a decode node: from its reservation until its pages are given back.
+"""A room on a decode node, from its reservation until its pages are given back.
 
 An offered page is *leased* until there is proof that nobody writes any more: Done of every writer, or Drained from every prefill
 node, or the end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING and FAILING,
-and no timer does. Pages of a claimed room go back when every engine that claimed it has let go of it or is dead.
+no timer either. Pages of a claimed room go back when every engine that claimed it has let go of it or is dead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A room on a prefill node: from its admission until the last byte has arrived or the last rank worker is quiet.
+"""A room on a prefill node, from its admission until the last byte has arrived or the last rank worker is quiet.
 
 A failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises once every rank
 worker has proved that nothing of the room is in flight.
@@ -20,7 +20,7 @@ class PrefillState(StrEnum):
     ADMITTED = "admitted"
     """Source pages are reserved; no decode node has named a destination."""
     AWAITED = "awaited"
-    """The same, and a decode node has said that it will come: the room is held until it comes, gives up or ends."""
+    """The same, and a decode node will come: the room is held until that node comes, gives up or ends."""
     SENDING = "sending"
     """The destination is known; published tokens are sent."""
     ABORTING = "aborting"

@@ -1,4 +1,4 @@
-"""The two kinds of literal table that decide everything about a room: what events lead to, and what messages mean.
+"""The states of a room, and its two kinds of table: the transitions of events, and the meanings of messages.
 
 The literals are in `prefill.py` and `decode.py`. Actions are names; the service that owns the room carries them out.
 """
@@ -33,7 +33,7 @@ class RoomState(StrEnum):
 
 
 WITHDRAWN = "withdrawn"
-"""Code of a room that failed since prefill's engine computes its prompt once more: the next generation of it is or will be held."""
+"""Code of a room that failed because prefill's engine computes its prompt once more, in the room's next generation."""
 _FINAL = frozenset({RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED})
 
 

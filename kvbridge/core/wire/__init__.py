@@ -1,1 +1,1 @@
-"""What kvbridge processes say to each other: the messages, their frames, and what makes their delivery reliable."""
+"""Messages between kvbridge processes, their frames, and their reliable delivery."""

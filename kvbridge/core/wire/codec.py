@@ -1,12 +1,12 @@
 """Frames to messages and back: msgpack outside, pydantic inside, limits before either.
 
-A frame between nodes is one msgpack array: version, sender, recipient, link, sequence, acknowledged, body. Everything is checked
-before anything is returned. Whatever is wrong is a `FrameError`, which names the field and never repeats what the sender wrote.
+A frame between nodes is one msgpack array: version, sender, recipient, link, sequence, acknowledged, body. The codec checks
+everything before it returns anything. Each fault is a `FrameError`, which names the field and never repeats what the sender wrote.
 
 Two releases may meet, so a receiver ignores unknown fields of messages and elements behind the body. `PROTOCOL_VERSION` rises only
 when the envelope changes its meaning; only equal versions talk. A new field has a default that means what its absence meant. Where
-an older receiver would do wrong by ignoring the field, and for every new type of message, whoever depends on it requires a new
-feature (`features`).
+an older receiver would do wrong by ignoring the field, and for every new type of message, the side that depends on it requires a
+new feature (`messages.Features`).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ MAX_ARRAY_ITEMS = 16_384
 MAX_MAP_ITEMS = 1_024
 MAX_TEXT_BYTES = 65_536
 MAX_BINARY_BYTES = 1 << 20
-"""What a frame may hold. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
+"""The limits of a frame. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
 MAX_NAME_CHARACTERS = 200
 _MAX_NUMBER = 2**62
 _ENVELOPE_BYTES = 4_096
-"""More than any envelope without its body takes."""
+"""More than any envelope takes without its body."""
 _MAX_ERROR_CHARACTERS = 200
 _BODY = 5
-"""Where the body stands in an `Envelope`; what precedes it goes on the wire as it is."""
+"""The place of the body in an `Envelope`; the fields before it go on the wire as they are."""
 _FIELDS = ("version", "sender", "recipient", "link", "sequence", "acknowledged", "body")
 
 
 class FrameFault(StrEnum):
-    """What was wrong with a frame; the label of the refusal counter."""
+    """The fault of a frame; the label of the refusal counter."""
 
     OVERSIZED = "oversized"
     MALFORMED = "malformed"
@@ -73,16 +73,16 @@ class FrameError(ProtocolError):
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
-    """A message with what delivery needs to know. `body` None carries an acknowledgement only."""
+    """A message with the data of its delivery. `body` None carries an acknowledgement only."""
 
     sender: str
     """The sender's incarnation (on local sockets: its name)."""
     recipient: str = ""
-    """The incarnation that the sender believes it talks to, or empty before it has heard from it on this link."""
+    """The incarnation that the sender believes it talks to; empty before the first answer on this link."""
     link: int = 0
     """Names one conversation of this sender and recipient; -n says "I do not know your link n"."""
     sequence: int = 0
-    """From 1; 0 marks what is not delivered reliably."""
+    """From 1; 0 marks a message that is not delivered reliably."""
     acknowledged: int = 0
     """The sender has taken every message of the recipient up to this one."""
     body: MessageT | None = None
@@ -158,7 +158,7 @@ class MessageCodec(Generic[MessageT]):
             self._refuse(FrameFault.MALFORMED, f"{size} bytes are not a frame: {_reason(error)}")
 
     def _envelope_fields(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return what follows the version, each of its type and within its limits; the body is looked at no further."""
+        """Return the fields behind the version, each of its type and within its limits; the body is only a map or None."""
         version = parts[0] if parts else None
         if version != PROTOCOL_VERSION or type(version) is not int:
             theirs = version if type(version) is int else "none"
@@ -271,7 +271,7 @@ def pack_rank(description: RankDescription) -> bytes:
 
 
 def unpack_rank(packed: bytes) -> RankDescription:
-    """Return the description that was packed; regions come by groups. Raises BridgeError for bytes that are none."""
+    """Return the description that was packed; regions come by groups. Raises BridgeError for other bytes."""
     rank = _CODEC.decode_body(packed)
     regions = []
     for group in rank.groups:

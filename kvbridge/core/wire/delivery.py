@@ -3,8 +3,8 @@
 One `Outbox` and one `Inbox` are the two ends of one direction of a link. The promise: every posted message is delivered exactly
 once and in order, or reported undelivered together with all messages that were posted after it. "Undelivered" means that no
 acknowledgement came in time; the message may nevertheless have arrived. The channel is one TCP connection, which seldom loses
-anything unless it breaks. So an inbox keeps nothing that comes before its turn, an acknowledgement is one number, and an outbox
-sends again everything from the first message that is not acknowledged.
+anything unless it breaks: an inbox keeps nothing that comes before its turn, an acknowledgement is one number, and an outbox sends
+again everything from the first message that is not acknowledged.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class DeliverySettings:
-    """Patience of an outbox, and how much it holds. Both ends of a link should use the same `window`."""
+    """The patience and the size of an outbox. Both ends of a link should use the same `window`."""
 
     resend_first_s: float = 0.05
     resend_most_s: float = 1.0
     """The wait before a resend doubles from `resend_first_s` up to this, until the peer acknowledges something."""
     give_up_s: float = 30.0
     window: int = 512
-    """Messages that may be on their way at once; further ones wait in the outbox."""
+    """Messages that may be on their way at once; others wait in the outbox."""
     max_held: int = 8_192
     """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
 
@@ -74,14 +74,14 @@ class Outbox(Generic[T]):
         self._held.append((message, now_s))
 
     def take_new(self, now_s: float) -> list[tuple[int, T]]:
-        """Return what is to be sent for the first time now, in order: posted messages, as far as the window allows."""
+        """Return the messages to send for the first time now, in order, as far as the window allows."""
         start, self._on_their_way = self._on_their_way, min(len(self._held), self._settings.window)
         if self._resend_at_s == math.inf:
             self._plan_resend(now_s)
         return self._numbered(start)
 
     def take_due(self, now_s: float) -> list[tuple[int, T]]:
-        """Return what is to be sent again now, in order: all that is on its way."""
+        """Return the messages to send again now, in order: all that are on their way."""
         if now_s < self._resend_at_s:
             return []
         self._resend_at_s = now_s + self._interval_s
@@ -89,7 +89,7 @@ class Outbox(Generic[T]):
         return self._numbered(0)
 
     def acknowledge(self, upto: int, *, now_s: float) -> None:
-        """Forget what the peer has, `upto` included. Raises ProtocolError, changing nothing, for what was never sent."""
+        """Forget the messages up to `upto`. Raises ProtocolError, changing nothing, for one that was never sent."""
         last_sent = self._first + self._on_their_way - 1
         if upto > last_sent:
             raise ProtocolError(f"message {upto} is acknowledged, but only {last_sent} were sent")
@@ -103,7 +103,7 @@ class Outbox(Generic[T]):
         self._plan_resend(now_s)
 
     def resend_now(self, now_s: float) -> None:
-        """Make every message that is on its way due now: the connection to the peer stands again."""
+        """Make every message that is on its way due now, after a reconnect."""
         self._interval_s = self._settings.resend_first_s
         if self._on_their_way:
             self._resend_at_s = now_s
@@ -123,7 +123,7 @@ class Outbox(Generic[T]):
         if len(self._held) > self._settings.max_held:
             raise IntegrityError(f"{self!r}: holds more than {self._settings.max_held} messages")
         if (self._resend_at_s < math.inf) != bool(self._on_their_way):
-            raise IntegrityError(f"{self!r}: a resend is planned of nothing, or none of what is on its way")
+            raise IntegrityError(f"{self!r}: a resend is planned without a message on its way, or missing")
 
     def _numbered(self, start: int) -> list[tuple[int, T]]:
         sent = islice(self._held, start, self._on_their_way)
@@ -134,21 +134,21 @@ class Outbox(Generic[T]):
 
 
 class Arrival(StrEnum):
-    """What becomes of a message that arrives."""
+    """The judgement of an arrival."""
 
     NEW = "new"
-    """The message is next: it is to be handed on, once."""
+    """The message is next: hand it on, once."""
     DUPLICATE = "duplicate"
     OUT_OF_ORDER = "out_of_order"
-    """A message before it is missing: it is dropped, and its sender sends both again."""
+    """An earlier message is missing: this one is dropped, and its sender sends both again."""
 
 
 class Inbox:
-    """The receiving end: takes messages in order, drops all others, and knows what to acknowledge."""
+    """The receiving end: takes messages in order and drops all others."""
 
     def __init__(self) -> None:
         self.upto = 0
-        """The last message that has been taken; its number is the acknowledgement."""
+        """The number of the last message that has been taken, which is the acknowledgement."""
         self.owed = 0
         """Arrivals since the last acknowledgement; nonzero means that the peer waits for one."""
 

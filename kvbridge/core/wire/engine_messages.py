@@ -119,7 +119,7 @@ class Begin(RoomCall, type="begin"):
     page_hashes: PageHashes = b""
     """The keys of the tokens that the engine computes; equal to those of the room's admission."""
     end_key: EndKey = b""
-    """Of the same tokens."""
+    """The key of the same tokens."""
     tables: tuple[WireTable, ...] = ()
     """Adopted pools: the engine's pages so far."""
     at_most: NonNegative | None = None
@@ -170,7 +170,7 @@ class Claim(RoomCall, type="claim"):
     page_hashes: PageHashes = b""
     """The keys of the tokens of the engine's request; equal to those of the room's admission."""
     end_key: EndKey = b""
-    """Of the same tokens. Its page, and the answer behind that page, are kept only where all engines state the same key."""
+    """The key of the same tokens. Its page, and the answer behind that page, are kept only where all engines state the same key."""
 
 
 class Loaded(RoomCall, type="loaded"):

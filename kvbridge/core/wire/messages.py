@@ -55,7 +55,7 @@ MAX_AGO_S = 86_400.0
 MAX_DIGESTS = 1_024
 """Components, lanes and groups of layers of which one message carries digests."""
 MAX_CHECKPOINTS = 256
-"""Of one room."""
+"""Checkpoints of one room."""
 MAX_RESTORABLE = 65_536
 """Places at which the engine of one room can start."""
 MAX_AMOUNT = 2**50

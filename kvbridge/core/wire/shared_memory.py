@@ -34,15 +34,15 @@ class CudaOrigin(FrozenModel):
     handle: IpcHandle
     device_uuid: DeviceUuid
     length_bytes: Positive
-    """Of the whole allocation."""
+    """Length of the whole allocation."""
 
 
 Origin = Annotated[FileOrigin | CudaOrigin, Field(discriminator="kind")]
-"""Where a process of the host finds memory that it did not make."""
+"""The place of memory that another process of the host has made."""
 
 
 class SharedRegion(FrozenModel):
-    """A region as another process of the node can reach it.
+    """A region as another process of the node reaches it.
 
     `extent_addresses` of `region` are offsets, each into the memory of the same position in `origins`. A region of VRAM has CUDA
     origins only, and its `device` is the ordinal of the process that made it.
@@ -53,7 +53,7 @@ class SharedRegion(FrozenModel):
 
 
 class DeviceAllocationRequest(FrozenModel):
-    """What device memory a node asks a rank worker to allocate, as `pool.layout.device_placement` lays it out."""
+    """The device memory that a rank worker is to allocate, as `pool.memory.layout.device_placement` lays it out."""
 
     device: NonNegative
     """CUDA ordinal, as the node and its workers count."""
@@ -65,7 +65,7 @@ class DeviceAllocationRequest(FrozenModel):
 
 
 class StreamPoint(FrozenModel):
-    """A point in the work of an engine's GPU, that another process can wait for: an interprocess event.
+    """A point in the work of an engine's GPU that another process can wait for: an interprocess event.
 
     The event may be recorded again later. Waiting for it then takes longer, and is still right.
     """
