@@ -9,11 +9,13 @@ import json
 import resource
 import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvbridge.api.client import DaemonClient
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
@@ -29,64 +31,58 @@ DATA = Path(__file__).parents[2] / "data"
 TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem")
 
 
-async def serve(
-    rooms: FakeRooms, *, shutdown_s: float = 5.0, host: str = "127.0.0.1", port: int = 0, **more: object
-) -> HttpServer:
-    return HttpServer(
-        daemon_app(rooms, tokens=("t",)), host=host, port=port, shutdown_s=shutdown_s, **{"limits": limits(), **more}
-    )
+@asynccontextmanager
+async def serving(
+    rooms: FakeRooms | None = None, *, shutdown_s: float = 5.0, app: ASGIApp | None = None, **more: Any
+) -> AsyncIterator[HttpServer]:
+    """A server on a free port, stopped in the end."""
+    app = app or daemon_app(rooms or FakeRooms(), tokens=("t",))
+    server = HttpServer(app, host="127.0.0.1", port=0, shutdown_s=shutdown_s, **{"limits": limits(), **more})
+    yield server
+    await server.stop()
+
+
+def port_of(server: HttpServer) -> int:
+    return int(server.url.rpartition(":")[2])
 
 
 async def test_it_serves_on_a_free_port_and_ends():
-    server = await serve(FakeRooms())
-    assert server.url.startswith("http://127.0.0.1:")
-    async with DaemonClient(token="t", timeout_s=20.0) as client:
+    async with serving() as server, DaemonClient(token="t", timeout_s=20.0) as client:
+        assert server.url.startswith("http://127.0.0.1:")
         assert (await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))).room == 5
         await server.stop()
         with pytest.raises(PeerError):
             await client.report(server.url, 5)
-    await server.wait_ended()
-    await server.stop()
+        await server.wait_ended()
 
 
-async def test_a_request_in_progress_ends_before_the_server_does():
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_request_in_progress_ends_before_the_server_does_or_is_cut_off(ends: bool):
     rooms = FakeRooms()
     rooms.hold = asyncio.Event()
-    server = await serve(rooms)
-    async with DaemonClient(token="t", timeout_s=20.0) as client:
+    async with (
+        serving(rooms, shutdown_s=5.0 if ends else 0.5) as server,
+        DaemonClient(token="t", timeout_s=20.0) as client,
+    ):
         await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
-        waiting = asyncio.create_task(
-            client.ask(RoomReport, "GET", f"{server.url}/v1/requests/5", params={"wait": 4.0})
-        )
+        call = client.ask(RoomReport, "GET", f"{server.url}/v1/requests/5", params={"wait": 5.0})
+        waiting = asyncio.create_task(call)
         await asyncio.wait_for(rooms.waiting.wait(), 20)
         stopping = asyncio.create_task(server.stop())
         await asyncio.sleep(0)
-        rooms.hold.set()
-        assert (await asyncio.wait_for(waiting, 20)).room == 5
+        if ends:
+            rooms.hold.set()
+            assert (await asyncio.wait_for(waiting, 20)).room == 5
+        else:
+            with pytest.raises(PeerError):  # and no answer, which it would have after its wait
+                await asyncio.wait_for(waiting, 20)
         await asyncio.wait_for(stopping, 20)
-
-
-async def test_a_request_that_does_not_end_is_cut_off():
-    rooms = FakeRooms()
-    rooms.hold = asyncio.Event()
-    server = await serve(rooms, shutdown_s=0.5)
-    async with DaemonClient(token="t", timeout_s=20.0) as client:
-        await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))
-        waiting = asyncio.create_task(
-            client.ask(RoomReport, "GET", f"{server.url}/v1/requests/5", params={"wait": 5.0})
-        )
-        await asyncio.wait_for(rooms.waiting.wait(), 20)
-        await server.stop()
-        with pytest.raises(PeerError):  # and no answer, which it would have after its wait
-            await asyncio.wait_for(waiting, 20)
 
 
 async def test_a_proxy_from_the_environment_is_not_used(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://192.0.2.1:9")
-    server = await serve(FakeRooms())
-    async with DaemonClient(token="t", timeout_s=20.0) as client:
+    async with serving() as server, DaemonClient(token="t", timeout_s=20.0) as client:
         assert await client.incarnation(server.url)
-    await server.stop()
 
 
 # ------------------------------------------------------------------------------------------- slow and many callers
@@ -95,14 +91,14 @@ SHORT_LIMITS = limits(request_s=0.5, connections=3)
 HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\n"
 
 
-async def connected(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+async def connected(
+    server: HttpServer, trusted: ssl.SSLContext | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", port_of(server), ssl=trusted)
 
 
 async def healthy_over_tls(server: HttpServer) -> bool:
-    trusted = ssl.create_default_context(cafile=TLS.certificate)
-    port = int(server.url.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted)
+    reader, writer = await connected(server, ssl.create_default_context(cafile=TLS.certificate))
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
@@ -120,34 +116,26 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
     return b""
 
 
+HALF_A_BODY = HEAD + b'Content-Length: 21\r\n\r\n{"prompt'
+
+
+WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "begun",
-    [b"", HEAD, HEAD + b'Content-Length: 21\r\n\r\n{"prompt'],
-    ids=["nothing", "half a head", "half a body"],
+    ("before", "begun"), [(b"", b""), (b"", HEAD), (b"", HALF_A_BODY), (WHOLE, HEAD), (WHOLE, HALF_A_BODY)]
 )
-async def test_a_caller_that_does_not_finish_its_request_is_cut_off(begun: bytes):
-    server = await serve(FakeRooms(), limits=SHORT_LIMITS)
-    reader, writer = await connected(server)
-    writer.write(begun)
-    async with asyncio.timeout(20):
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
-    writer.close()
-    assert not server.state.connections
-    await server.stop()
-
-
-@pytest.mark.parametrize("begun", [HEAD, HEAD + b'Content-Length: 21\r\n\r\n{"prompt'])
-async def test_half_a_request_that_came_with_the_one_before_is_cut_off(begun: bytes):
+async def test_a_caller_that_does_not_finish_its_request_is_cut_off(before: bytes, begun: bytes):
     """Half a request behind a whole one in one segment holds its connection no longer than half a request alone."""
-    server = await serve(FakeRooms(), limits=SHORT_LIMITS)
-    reader, writer = await connected(server)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + begun)
-    async with asyncio.timeout(20):
-        assert b"true" in await reader.readuntil(b"}")
-        assert b"true" not in await ended(reader)
-    writer.close()
-    await server.stop()
+    async with serving(limits=SHORT_LIMITS) as server:
+        reader, writer = await connected(server)
+        writer.write(before + begun)
+        async with asyncio.timeout(20):
+            if before:
+                assert b"true" in await reader.readuntil(b"}")
+            assert b"true" not in await ended(reader)
+        writer.close()
+        assert not server.state.connections
 
 
 @pytest.mark.parametrize(("size_bytes", "keeps"), [(64 << 20, True), (0, False)], ids=["much", "little, then closed"])
@@ -165,109 +153,101 @@ async def test_a_caller_that_takes_nothing_of_its_answer_is_cut_off(size_bytes: 
         filled.set()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    server = HttpServer(long_answers, host="127.0.0.1", port=0, shutdown_s=5.0, limits=SHORT_LIMITS)
-
     def protocol() -> Any:
         return next(iter(server.state.connections))
 
-    caller = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
-    caller.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    await asyncio.wait_for(filled.wait(), 20)
-    async with asyncio.timeout(20):
-        while server.state.connections:  # noqa: ASYNC110 - uvicorn's own
-            await asyncio.sleep(0.01)
-    caller.close()
-    await server.stop()
+    async with serving(app=long_answers, limits=SHORT_LIMITS) as server:
+        with socket.create_connection(("127.0.0.1", port_of(server))) as caller:
+            caller.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.wait_for(filled.wait(), 20)
+            async with asyncio.timeout(20):
+                while server.state.connections:  # noqa: ASYNC110 - uvicorn's own
+                    await asyncio.sleep(0.01)
 
 
 async def test_a_caller_that_drips_is_cut_off_too():
-    server = await serve(FakeRooms(), limits=SHORT_LIMITS)
-    reader, writer = await connected(server)
-    ended = asyncio.create_task(reader.read())
-    async with asyncio.timeout(20):
-        for byte in HEAD * 10:
-            if ended.done():
-                break
-            writer.write(bytes([byte]))
-            await asyncio.wait({ended}, timeout=0.02)
-    assert ended.done()
-    ended.exception()
-    writer.close()
-    await server.stop()
+    async with serving(limits=SHORT_LIMITS) as server:
+        reader, writer = await connected(server)
+        ended = asyncio.create_task(reader.read())
+        async with asyncio.timeout(20):
+            for byte in HEAD * 10:
+                if ended.done():
+                    break
+                writer.write(bytes([byte]))
+                await asyncio.wait({ended}, timeout=0.02)
+        assert ended.done()
+        ended.exception()
+        writer.close()
 
 
 async def test_too_many_callers_are_turned_away_and_the_others_served():
-    server = await serve(FakeRooms(), limits=limits(request_s=30.0, connections=2))
-    held = [await connected(server) for _ in range(2)]
-    async with asyncio.timeout(20):
-        reader, writer = await connected(server)
-        answer = await reader.read()
-    writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
-    lines = head.split(b"\r\n")
-    assert lines[0] == b"HTTP/1.1 503 Service Unavailable"
-    assert {b"Retry-After: 1", b"Connection: close", b"Content-Length: %d" % len(body)} < set(lines)
-    problem = json.loads(body)
-    assert (problem["code"], problem["status"], problem["retry_after_s"]) == ("capacity", 503, 1.0)
-    assert "2 connections stand here, as many as may (http.max_connections)" in problem["detail"]
-    held[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-    async with asyncio.timeout(20):
-        assert b"200 OK" in await held[0][0].readline()
-    for _, each in held:
-        each.close()
-    await server.stop()
+    async with serving(limits=limits(request_s=30.0, connections=2)) as server:
+        held = [await connected(server) for _ in range(2)]
+        async with asyncio.timeout(20):
+            reader, writer = await connected(server)
+            answer = await reader.read()
+        writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        lines = head.split(b"\r\n")
+        assert lines[0] == b"HTTP/1.1 503 Service Unavailable"
+        assert {b"Retry-After: 1", b"Connection: close", b"Content-Length: %d" % len(body)} < set(lines)
+        problem = json.loads(body)
+        assert (problem["code"], problem["status"], problem["retry_after_s"]) == ("capacity", 503, 1.0)
+        assert "2 connections stand here, as many as may (http.max_connections)" in problem["detail"]
+        held[0][1].write(WHOLE)
+        async with asyncio.timeout(20):
+            assert b"200 OK" in await held[0][0].readline()
+        for _, each in held:
+            each.close()
 
 
 @pytest.mark.parametrize("encrypted", [True, False], ids=["https", "http"])
 async def test_silent_callers_take_no_more_descriptors_than_the_limit(encrypted: bool):
     """They are counted when they are accepted: one that never begins its TLS handshake is a connection all the same."""
     bounds = limits(request_s=30.0, connections=10)
-    server = await serve(FakeRooms(), limits=bounds, tls=TLS if encrypted else None)
-    gc.collect()  # what earlier tests have left is not closed meanwhile
-    before = open_descriptors()
-    callers = [await connected(server) for _ in range(300)]
-    ends = {asyncio.create_task(ended(reader)) for reader, _ in callers}
-    async with asyncio.timeout(20):
-        while sum(end.done() for end in ends) < 290:
-            await asyncio.wait({end for end in ends if not end.done()}, return_when=asyncio.FIRST_COMPLETED)
-        answers = {end.result()[:12] for end in ends if end.done()}
-        assert answers == ({b""} if encrypted else {b"HTTP/1.1 503"})
-        while open_descriptors() - before - len(callers) != 10:  # noqa: ASYNC110 - both ends are in this process
-            await asyncio.sleep(0.01)
-    for end in ends:
-        end.cancel()
-    for _, writer in callers:
-        writer.close()
-    await server.stop()
+    async with serving(limits=bounds, tls=TLS if encrypted else None) as server:
+        gc.collect()  # what earlier tests have left is not closed meanwhile
+        before = open_descriptors()
+        callers = [await connected(server) for _ in range(300)]
+        ends = {asyncio.create_task(ended(reader)) for reader, _ in callers}
+        async with asyncio.timeout(20):
+            while sum(end.done() for end in ends) < 290:
+                await asyncio.wait({end for end in ends if not end.done()}, return_when=asyncio.FIRST_COMPLETED)
+            answers = {end.result()[:12] for end in ends if end.done()}
+            assert answers == ({b""} if encrypted else {b"HTTP/1.1 503"})
+            while open_descriptors() - before - len(callers) != 10:  # noqa: ASYNC110 - both ends are in this process
+                await asyncio.sleep(0.01)
+        for end in ends:
+            end.cancel()
+        for _, writer in callers:
+            writer.close()
 
 
 async def test_a_tls_handshake_has_a_deadline_and_its_connection_is_free_again():
-    server = await serve(FakeRooms(), limits=limits(request_s=2.0, connections=1), tls=TLS)
-    reader, writer = await connected(server)
-    writer.write(b"\x16\x03\x01")  # the first bytes of a handshake that does not go on
-    async with asyncio.timeout(20):
-        assert await ended(reader) == b""
-        writer.close()
-        assert await healthy_over_tls(server)
-    await server.stop()
+    async with serving(limits=limits(request_s=2.0, connections=1), tls=TLS) as server:
+        reader, writer = await connected(server)
+        writer.write(b"\x16\x03\x01")  # the first bytes of a handshake that does not go on
+        async with asyncio.timeout(20):
+            assert await ended(reader) == b""
+            writer.close()
+            assert await healthy_over_tls(server)
 
 
 async def test_a_process_out_of_descriptors_answers_again_when_it_has_some(monkeypatch: pytest.MonkeyPatch):
     """`accept` fails then, and the waiting connection stays where it is: looking at once again would only burn time."""
     monkeypatch.setattr(http_server, "ACCEPT_PAUSE_S", 0.05)
-    server = await serve(FakeRooms())
-    loop, limit = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)
-    with socket.socket() as caller:
-        caller.setblocking(False)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
-        try:
-            await loop.sock_connect(caller, ("127.0.0.1", int(server.url.rpartition(":")[2])))
-            await loop.sock_sendall(caller, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            answer = asyncio.create_task(loop.sock_recv(caller, 100))
-            await asyncio.wait({answer}, timeout=0.2)
-            assert not answer.done()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        async with asyncio.timeout(20):
-            assert b"200 OK" in await answer
-    await server.stop()
+    async with serving() as server:
+        loop, limit = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as caller:
+            caller.setblocking(False)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+            try:
+                await loop.sock_connect(caller, ("127.0.0.1", port_of(server)))
+                await loop.sock_sendall(caller, WHOLE)
+                answer = asyncio.create_task(loop.sock_recv(caller, 100))
+                await asyncio.wait({answer}, timeout=0.2)
+                assert not answer.done()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+            async with asyncio.timeout(20):
+                assert b"200 OK" in await answer

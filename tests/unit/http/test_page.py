@@ -16,13 +16,13 @@ from tests.helpers.manual_clock import ManualClock
 from tests.unit.http.services import FakeRooms, daemon_app
 
 
-def client(*tokens: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(daemon_app(FakeRooms(), tokens=tokens)), base_url="http://d")
+def client(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d")
 
 
 @pytest_asyncio.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
-    async with client("t") as made:
+    async with client(daemon_app(FakeRooms(), tokens=("t",))) as made:
         yield made
 
 
@@ -51,7 +51,7 @@ async def test_nothing_else_is_served(http: httpx.AsyncClient, path: str):
 @pytest.mark.asyncio
 async def test_the_page_knows_whether_it_has_to_ask_for_a_token(http: httpx.AsyncClient):
     assert 'data-token="required"' in (await http.get("/")).text
-    async with client() as open_daemon:
+    async with client(daemon_app(FakeRooms())) as open_daemon:
         assert 'data-token="none"' in (await open_daemon.get("/")).text
 
 
@@ -70,7 +70,7 @@ async def test_the_document_is_made_again_when_it_is_old():
     app = FastAPI()
     app.include_router(page_router(lambda: {"made": next(made)}, asks_token=False, clock=clock))
     seen = []
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d") as opened:
+    async with client(app) as opened:
         for _ in range(5):
             seen.append((await opened.get("/v1/page")).json()["made"])
             clock.advance(PAGE_KEPT_S / 2)

@@ -74,13 +74,11 @@ def test_a_line_that_stands_takes_nobody_more(loop, line):
 
 
 class Connection(asyncio.Transport):
-    """What a protocol needs of a connection."""
+    """The parts of a connection that a protocol uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reads = True
-        self.aborted = False
-        self.written = b""
+        self.reads, self.aborted, self.written = True, False, b""
 
     def is_closing(self) -> bool:
         return self.aborted
