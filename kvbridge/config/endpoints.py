@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
@@ -180,18 +181,17 @@ class HttpConfig(TokenConfig):
         return re.sub(r":0/?$", f":{urlsplit(bound).port}", self.advertise_url.rstrip("/"))
 
 
-def open_http_problem(http: HttpConfig) -> str:
-    """Return the problem of an endpoint that others can reach without a token; empty when there is none."""
-    if http.has_token or is_loopback(http.host):
-        return ""
-    remedy = "set http.token_file, bind a loopback address, or set insecure"
-    return f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"
+def exposed_http(http: HttpConfig) -> Iterator[str]:
+    """Yield the problem of an endpoint that others can reach without a token."""
+    if not http.has_token and not is_loopback(http.host):
+        remedy = "set http.token_file, bind a loopback address, or set insecure"
+        yield f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"
 
 
-def refuse(*problems: str) -> None:
-    """Raise ValueError with all problems that are not empty."""
-    if found := [problem for problem in problems if problem]:
-        raise ValueError("\n".join(found))
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ValueError with all problems, if there are any."""
+    if text := "\n".join(problems):
+        raise ValueError(text)
 
 
 class PrefillHttpConfig(HttpConfig):
@@ -243,7 +243,6 @@ class LogFormat(StrEnum):
     """Form of a log record."""
 
     AUTO = "auto"
-    """`console` on a terminal, `json` otherwise."""
     CONSOLE = "console"
     JSON = "json"
 

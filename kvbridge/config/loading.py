@@ -9,7 +9,7 @@ import difflib
 import os
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ class _Layers:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.origins: dict[KeyPath, str] = {}
+        self.mistakes: list[str] = []
 
     def add(self, value: object, origin: str, at: KeyPath = ()) -> None:
         """Add a value, or the leaves of a mapping, at a key."""
@@ -64,9 +65,37 @@ class _Layers:
         if at and not (isinstance(value, dict) and isinstance(inner.get(at[-1]), dict)):
             inner[at[-1]], self.origins[at] = value, origin
 
-    def build(self, kind: type[ConfigT], mistakes: Iterable[str] = ()) -> ConfigT:
-        """Return the configuration. Raises ConfigError with its mistakes and the other `mistakes`."""
-        found, config = list(mistakes), None
+    def add_environment(self, environment: Mapping[str, str], known: Container[str]) -> None:
+        """Add the variables with our prefix. `known`: the sections at the top."""
+        for name in sorted(environment):
+            if not name.upper().startswith(SETTINGS_PREFIX) or name.upper() in RESERVED_VARIABLES:
+                continue
+            path, text = tuple(name.upper().removeprefix(SETTINGS_PREFIX).lower().split("__")), environment[name]
+            origin = f"environment {name}{'' if path[0] in known else _variable_hint(name.upper(), path)}"
+            if text == "null" or text.startswith(("[", "{")):
+                try:
+                    self.add(yaml.safe_load(text), origin, path)
+                except yaml.YAMLError as error:
+                    self.mistakes.append(f"environment {name}: not a valid list or mapping: {_yaml_problem(error)}")
+            else:
+                self.add(text, origin, path)
+
+    def add_overrides(self, overrides: Iterable[str]) -> None:
+        """Add values of `--set`."""
+        for override in overrides:
+            key, equals, text = override.partition("=")
+            if not equals or not all(key.split(".")):
+                shown = override if _DOTTED_KEY.fullmatch(override) else "(not shown)"
+                self.mistakes.append(f"flag --set {shown}: expected KEY=VALUE with a dotted key, as http.port=0")
+                continue
+            try:
+                self.add(yaml.safe_load(text) if text else "", f"flag --set {key}", tuple(key.split(".")))
+            except yaml.YAMLError as error:
+                self.mistakes.append(f"flag --set {key}: the value is not valid YAML: {_yaml_problem(error)}")
+
+    def build(self, kind: type[ConfigT]) -> ConfigT:
+        """Return the configuration. Raises ConfigError with every mistake."""
+        found, config = self.mistakes, None
         try:
             config = kind.model_validate(self.values)
         except ValidationError as error:
@@ -91,20 +120,19 @@ def load_config(
     `overrides` (`http.port=0`, with a value in YAML), `flags` (dotted key to value; None: not given). Mappings merge, lists
     replace one another. `roles` are the schemas, `kind` among them, that the file may have been written for.
     """
-    layers, mistakes = _Layers(), list[str]()
-    document: dict[str, Any] = {}
+    layers, document = _Layers(), dict[str, Any]()
     if file is not None:
         document, lines = _read_document(file)
         layers.add(document, str(file))
         for path in layers.origins.keys() & lines.keys():
             layers.origins[path] = f"{file} line {lines[path]}"
-    _add_environment(layers, kind, os.environ if environment is None else environment, mistakes)
-    _add_overrides(layers, overrides, mistakes)
+    layers.add_environment(os.environ if environment is None else environment, kind.model_fields)
+    layers.add_overrides(overrides)
     for key, value in (flags or {}).items():
         if value is not None:
             layers.add(value, f"flag for {key}", tuple(key.split(".")))
     try:
-        return layers.build(kind, mistakes)
+        return layers.build(kind)
     except ConfigError as error:
         names = [name for name, schema in (roles or {}).items() if _is_valid(schema, document)]
         if not document or not names or _is_valid(kind, document):
@@ -180,44 +208,12 @@ def _is_valid(kind: type[BaseModel], values: Mapping[str, Any]) -> bool:
     return True
 
 
-def _add_environment(
-    layers: _Layers, kind: type[BaseModel], environment: Mapping[str, str], mistakes: list[str]
-) -> None:
-    for name in sorted(environment):
-        if not name.upper().startswith(SETTINGS_PREFIX) or name.upper() in RESERVED_VARIABLES:
-            continue
-        path, text = tuple(name.upper().removeprefix(SETTINGS_PREFIX).lower().split("__")), environment[name]
-        origin = f"environment {name}{'' if path[0] in kind.model_fields else _variable_hint(name.upper(), path)}"
-        if text == "null" or text.startswith(("[", "{")):
-            try:
-                layers.add(yaml.safe_load(text), origin, path)
-            except yaml.YAMLError as error:
-                mistakes.append(f"environment {name}: not a valid list or mapping: {_yaml_problem(error)}")
-        else:
-            layers.add(text, origin, path)
-
-
 def _variable_hint(name: str, path: KeyPath) -> str:
     if _SERVICE_LINK.search(name):
         return "; Kubernetes makes such variables for services: set enableServiceLinks: false on the pod"
     if len(path) == 1 and "_" in path[0]:
         return f"; two underscores lead into a section: {SETTINGS_PREFIX}HTTP__PORT is http.port"
     return ""
-
-
-def _add_overrides(layers: _Layers, overrides: Iterable[str], mistakes: list[str]) -> None:
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not all(key.split(".")):
-            shown = override if _DOTTED_KEY.fullmatch(override) else "(not shown)"
-            mistakes.append(f"flag --set {shown}: expected KEY=VALUE with a dotted key, as http.port=0")
-            continue
-        try:
-            value = yaml.safe_load(text) if text else ""
-        except yaml.YAMLError as error:
-            mistakes.append(f"flag --set {key}: the value is not valid YAML: {_yaml_problem(error)}")
-            continue
-        layers.add(value, f"flag --set {key}", tuple(key.split(".")))
 
 
 def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[KeyPath, str]) -> list[str]:

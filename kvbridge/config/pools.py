@@ -116,9 +116,7 @@ class MemoryOwner(StrEnum):
     """Owner of the device pools."""
 
     OWNED = "owned"
-    """The daemon allocates memory and page ids; engines attach."""
     ADOPTED = "adopted"
-    """The engine brings its own tensors and page ids."""
 
 
 class DevicePages(FrozenModel):

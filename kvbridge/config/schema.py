@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,8 @@ from kvbridge.config.endpoints import (
     Seconds,
     TelemetryConfig,
     TokenConfig,
+    exposed_http,
     is_wildcard,
-    open_http_problem,
     refuse,
 )
 from kvbridge.config.limits import AdmissionConfig, BootstrapTimeouts, DaemonTimeouts
@@ -47,6 +48,11 @@ _SERVER = re.compile(f"{SERVER_URL}/?")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+
+def fits_sockets(runtime_dir: Path) -> bool:
+    """Whether the addresses of sockets below a runtime directory are short enough for the system."""
+    return len(os.fsencode(runtime_dir)) <= LONGEST_RUNTIME_DIR
 
 
 def default_runtime_dir(role: Role, given: dict[str, Any]) -> Path:
@@ -88,12 +94,18 @@ class DaemonConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
-        refuse(*self._problems())
+        refuse(self._problems())
         return self
 
-    def _problems(self) -> list[str]:
-        exposed = "" if self.insecure else open_http_problem(self.http)
-        return [exposed, _unreachable(self.http, self.bootstrap), _runtime_dir(self.runtime_dir)]
+    def _problems(self) -> Iterator[str]:
+        http = self.http
+        if not self.insecure:
+            yield from exposed_http(http)
+        if self.bootstrap.url and not http.advertise_url and is_wildcard(http.host):
+            yield f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"
+        if not fits_sockets(self.runtime_dir):
+            size = len(os.fsencode(self.runtime_dir))
+            yield f"runtime_dir has {size} bytes; sockets inside it need it to have at most {LONGEST_RUNTIME_DIR}"
 
 
 class PrefillConfig(DaemonConfig):
@@ -104,8 +116,12 @@ class PrefillConfig(DaemonConfig):
     runtime_dir: Path = Field(default_factory=partial(default_runtime_dir, Role.PREFILL))
     pools: PrefillPools
 
-    def _problems(self) -> list[str]:
-        return [*super()._problems(), "" if self.insecure else _open_control(self.control)]
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        control = self.control
+        if not self.insecure and control.curve.secret_key_file is None and not is_loopback(control.host):
+            remedy = "set control.curve.secret_key_file, bind a loopback address, or set insecure"
+            yield f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"
 
 
 class IntegrityConfig(FrozenModel):
@@ -151,38 +167,11 @@ class DecodeConfig(DaemonConfig):
         return self
 
 
-def _open_control(control: ListeningControlConfig) -> str:
-    if control.curve.secret_key_file is not None or is_loopback(control.host):
-        return ""
-    remedy = "set control.curve.secret_key_file, bind a loopback address, or set insecure"
-    return f"control.bind is {control.bind}, which others can reach, and there are no keys: {remedy}"
-
-
-def _unreachable(http: HttpConfig, bootstrap: BootstrapLinkConfig) -> str:
-    if not bootstrap.url or http.advertise_url or not is_wildcard(http.host):
-        return ""
-    return f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"
-
-
-def fits_sockets(runtime_dir: Path) -> bool:
-    """Whether the addresses of sockets below a runtime directory are short enough for the system."""
-    return len(os.fsencode(runtime_dir)) <= LONGEST_RUNTIME_DIR
-
-
-def _runtime_dir(path: Path) -> str:
-    if fits_sockets(path):
-        return ""
-    size = len(os.fsencode(path))
-    return f"runtime_dir has {size} bytes; sockets inside it need it to have at most {LONGEST_RUNTIME_DIR}"
-
-
 class StoreKind(StrEnum):
     """Place where the directory and the rooms are kept."""
 
     MEMORY = "memory"
-    """This process: one bootstrap, which comes back empty and is filled again by heartbeats."""
     REDIS = "redis"
-    """Redis: any number of bootstraps serve one directory."""
 
 
 class DirectoryConfig(FrozenModel):
@@ -191,7 +180,8 @@ class DirectoryConfig(FrozenModel):
     expire_after_s: Seconds = 8.0
     """A daemon whose last heartbeat is older is taken off. Four heartbeat intervals or more; the same on all replicas."""
     store: StoreKind = StoreKind.MEMORY
-    """`memory`: this process alone; `redis`: shared by all bootstraps that name the same Redis and namespace."""
+    """`memory`: one bootstrap, which comes back empty and is filled again by heartbeats. `redis`: shared by all bootstraps that
+    name the same Redis and namespace."""
     redis_url: SecretStr | None = None
     """redis://HOST:PORT/DB, rediss:// for TLS (?ssl_ca_certs=FILE), or unix:///PATH. Never shown: it may hold a password."""
     redis_password_file: Path | None = None
@@ -215,14 +205,14 @@ class DirectoryConfig(FrozenModel):
             raise ValueError("redis_url holds a password and redis_password_file is set: keep one")
         return self
 
-    @property
-    def open_redis(self) -> str:
-        """The host of a Redis that others can reach and that asks for no password; empty when there is none."""
+    def exposed_redis(self) -> Iterator[str]:
+        """Yield the problem of a Redis that others can reach and that asks for no password."""
         url = None if self.redis_url is None else _split(self.redis_url)
         if url is None or url.scheme == "unix" or url.password or self.redis_password_file is not None:
-            return ""
-        host = url.hostname or "localhost"
-        return "" if is_loopback(host) else host
+            return
+        if not is_loopback(host := url.hostname or "localhost"):
+            remedy = "set directory.redis_password_file, use a Redis on this machine, or set insecure"
+            yield f"directory.redis_url names {host}, which others can reach, without a password: {remedy}"
 
 
 def _split(secret: SecretStr) -> SplitResult | None:
@@ -266,7 +256,7 @@ class BootstrapConfig(FrozenModel):
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
         if not self.insecure:
-            refuse(open_http_problem(self.http), _open_redis(self.directory))
+            refuse((*exposed_http(self.http), *self.directory.exposed_redis()))
         ticket_s, keep_s = self.pairing.max_wait_s + self.timeouts.ticket_s, self.timeouts.room_keep_s
         if ticket_s > keep_s:
             raise ValueError(
@@ -276,20 +266,11 @@ class BootstrapConfig(FrozenModel):
         return self
 
 
-def _open_redis(directory: DirectoryConfig) -> str:
-    if not directory.open_redis:
-        return ""
-    remedy = "set directory.redis_password_file, use a Redis on this machine, or set insecure"
-    return f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"
-
-
 class DispatchOrder(StrEnum):
     """Moment at which the decode server gets a request."""
 
     PAIRED = "paired"
-    """Together with the prefill server, under one room. With a connector that cannot do that: as `plain`."""
     PLAIN = "plain"
-    """After the prefill server, with its answer."""
 
 
 class RouterHttpConfig(HttpConfig):
@@ -326,7 +307,8 @@ class RouterConfig(FrozenModel):
     bootstrap: DirectoryLinkConfig = DirectoryLinkConfig()
     """The directory that names the servers, from the `engine_url` of its nodes; in place of the two lists."""
     order: DispatchOrder = DispatchOrder.PAIRED
-    """`paired`: a request goes to both servers at once. `plain`: it goes to decode with the answer of prefill."""
+    """`paired`: a request goes to both servers at once, under one room; with a connector that cannot do that, as `plain`.
+    `plain`: it goes to decode with the answer of prefill."""
     limit: Annotated[int, Field(ge=1, le=100_000)] = 1024
     """Requests under way at once, from the first byte of their bodies; one more is answered 503 with Retry-After."""
     limit_bytes: Positive = 512 << 20
@@ -360,6 +342,6 @@ class RouterConfig(FrozenModel):
         if not self.bootstrap.url and not all(lists):
             missing = " and ".join(name for name, given in zip(("prefill", "decode"), lists, strict=True) if not given)
             raise ValueError(f"no {missing} server is named: give --prefill URL and --decode URL, or --bootstrap URL")
-        if not self.insecure and (problem := open_http_problem(self.http)):
-            raise ValueError(problem)
+        if not self.insecure:
+            refuse(exposed_http(self.http))
         return self

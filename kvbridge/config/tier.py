@@ -69,20 +69,15 @@ class CopyBackend(StrEnum):
     """Engine of copies between a device and host memory."""
 
     KERNEL = "kernel"
-    """One kernel launch for all pages, layers and components, on few of the GPU's multiprocessors."""
     DIRECT = "direct"
-    """The GPU's copy engines, in one batch and without multiprocessors; each page must be one stretch of memory."""
 
 
 class BackupPolicy(StrEnum):
     """Time at which cached pages are copied to the host."""
 
     WRITE_THROUGH = "write_through"
-    """As they come."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """After `uses` uses."""
     WRITE_BACK = "write_back"
-    """The oldest ones, ahead of need: while the device can give less than `low_share` of its pages without losing a prefix."""
 
 
 class HostBackup(FrozenModel):
@@ -119,8 +114,9 @@ class HostTier(FrozenModel):
     layout: HostLayout = HostLayout.LAYER_FIRST
     """`layer_first`; `page_first`: a page is one stretch of memory; `page_first_direct`: the same with backend `direct`."""
     backend: CopyBackend | None = None
-    """`direct`: the copy engines, with `page_first` both on the device (`pools.device_layout`) and on the host; `kernel`: any
-    layout. Null: `direct` where that is possible, else `kernel`."""
+    """`direct`: the GPU's copy engines, in one batch and without multiprocessors; it needs `page_first` both on the device
+    (`pools.device_layout`) and on the host. `kernel`: one launch for all pages, layers and components, on few multiprocessors.
+    Null: `direct` where that is possible, else `kernel`."""
     backup: HostBackup = HostBackup()
 
     @model_validator(mode="before")
