@@ -22,7 +22,7 @@ REASONS = {
     "it is make's": "check and test are what CI runs; the demo is run in tests/integration/test_demo.py",
     "it takes minutes": "tests/integration/test_demo.py and test_replay.py run the demo and a replay",
     "it needs systemd": "the units are verified in tests/deploy/test_systemd.py",
-    "it needs a trace": "small ones are read in tests/unit/cli/test_fit_command.py",
+    "it needs a trace": "small ones are read in tests/unit/cli/test_fit.py",
     "it needs an engine": "these calls are made in tests/integration/test_engine_rooms.py and test_prefixes.py",
     "it needs a container engine": "what images do is run in tests/deploy/test_images.py",
     "it needs a node that keeps prefixes": "they are dropped in tests/integration/test_prefixes.py",

@@ -16,7 +16,7 @@ from kvbridge.cli.main import app
 
 @contextmanager
 def daemon(*answers: Readiness) -> Iterator[str]:
-    """What answers `/ready`, the last answer for ever; yields its URL."""
+    """Answer `/ready`, with the last answer for ever; yields the URL."""
     left = list(answers)
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""What the tests of endpoints share: the daemons by their side, and fake peers that are known to them."""
+"""Fixtures of the tests of endpoints: fake peers, and the question that ends every test."""
 
 from __future__ import annotations
 

@@ -51,9 +51,6 @@ def offer(room: int, **changed: Any) -> Offer:
     return Offer(**({"room": room, "generation": 1, "prompt_tokens": TOKENS, "tables": tuple(GOOD.values())} | changed))
 
 
-# ------------------------------------------------------------------------------------------- frames
-
-
 # ------------------------------------------------------------------------------------------- offers
 
 

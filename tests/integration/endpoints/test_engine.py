@@ -93,6 +93,3 @@ def test_an_engine_that_leaves_fails_what_it_had_begun(live: LiveCluster, room: 
     live.detach()
     for daemon in live.nodes:
         assert "is gone" in ends(daemon, room, "failed", "peer_failed")
-
-
-# ------------------------------------------------------------------------------------------- frames

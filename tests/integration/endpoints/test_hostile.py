@@ -1,8 +1,7 @@
 """Running daemons among hostile peers: floods of nonsense, rooms of others, borrowed names.
 
-The peers here are authenticated as far as that goes: they may connect, and some were welcomed. What they may not do is
-end, complete or delay what is not theirs, kill a process, or make a process grow. Every test ends with the question of
-`serves_afterwards`: does the next good room cross?
+The peers here are authenticated: they may connect, and some were welcomed. They may not end, complete or delay rooms of others,
+kill a process, or make a process grow. Every test ends with the question of `serves_afterwards`: does the next good room cross?
 """
 
 from __future__ import annotations

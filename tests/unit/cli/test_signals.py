@@ -1,4 +1,4 @@
-"""What Ctrl-C interrupts while `kvbridge up` runs."""
+"""Signals while `kvbridge up` runs: which are raised, and which are counted."""
 
 from __future__ import annotations
 

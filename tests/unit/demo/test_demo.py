@@ -1,4 +1,4 @@
-"""What a demo will run and what it says: edges, sizes of pools, refusals, and one wrong logit that turns the verdict."""
+"""The plan and the words of a demo: edges, sizes of pools, refusals, and one wrong logit that turns the verdict."""
 
 from __future__ import annotations
 

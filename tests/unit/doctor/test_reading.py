@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import subprocess
+from contextlib import closing
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+import httpx
 import pytest
 
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.transports import TransportSettings
+from kvbridge.doctor import machine
 from kvbridge.doctor.findings import Needs, Port, needs_of
 from kvbridge.doctor.machine import read_machine
 from kvbridge.doctor.network import RdmaPort, read_interfaces, read_network, read_rdma
 from kvbridge.doctor.reach import Asking
+from kvbridge.kernels.cuda import runtime
 from tests.helpers.local_servers import held_ports
 
 pytestmark = pytest.mark.outside
@@ -126,62 +128,95 @@ def test_what_configurations_need() -> None:
     assert set(on_gpu.device_bytes) == set(on_gpu.gpus)
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Answers as a daemon would, or as something else."""
+def asking(pages: dict[str, tuple[int, str]]) -> Asking:
+    """Questions to a daemon that has these pages."""
 
-    pages: ClassVar[dict[str, tuple[int, str]]] = {}
+    def answer(request: httpx.Request) -> httpx.Response:
+        status, text = pages.get(request.url.path, (404, "{}"))
+        return httpx.Response(status, text=text)
 
-    def do_GET(self) -> None:
-        status, body = self.pages.get(self.path, (404, "{}"))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
+    return Asking(http=httpx.Client(transport=httpx.MockTransport(answer)))
 
 
-@pytest.fixture
-def server() -> Iterator[str]:
-    served = HTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield f"http://127.0.0.1:{served.server_port}"
-    served.shutdown()
-    thread.join()
-    served.server_close()
-
-
-@pytest.fixture
-def asking() -> Iterator[Asking]:
-    made = Asking()
-    yield made
-    made.http.close()
-
-
-def test_a_daemon_that_is_not_ready_says_why(server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Answers, "pages", {"/ready": (503, '{"ready": false, "reasons": ["no rank worker"]}')})
-    found = asking.ready("decode-0/node-0", f"{server}/")
+def test_a_daemon_that_is_not_ready_says_why() -> None:
+    pages = {"/ready": (503, '{"ready": false, "reasons": ["no rank worker"]}')}
+    found = asking(pages).ready("decode-0/node-0", "http://d/")
     assert (found.problem, found.ready, found.reasons) == ("", False, ("no rank worker",))
 
 
-def test_something_else_that_answers_is_told(server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Answers, "pages", {"/ready": (200, "welcome to nginx"), "/v1/instances": (401, "{}")})
-    assert "something else answers" in asking.ready("x", server).problem
-    assert "refuses our token" in asking.instances(server)[1]
+def test_something_else_that_answers_is_told() -> None:
+    other = asking({"/ready": (200, "welcome to nginx"), "/v1/instances": (401, "{}")})
+    assert "something else answers" in other.ready("x", "http://d").problem
+    assert "refuses our token" in other.instances("http://d")[1]
 
 
-def test_nobody_there_is_told(asking: Asking) -> None:
-    with held_ports(1) as [port]:
-        assert "refused" in asking.ready("x", f"http://127.0.0.1:{port}").problem.lower()
-        assert "nobody listens there" in asking.shake("x", f"tcp://127.0.0.1:{port}", encrypted=False).problem
+def test_nobody_there_is_told() -> None:
+    with held_ports(1) as [port], closing((nobody := Asking()).http):
+        assert "refused" in nobody.ready("x", f"http://127.0.0.1:{port}").problem.lower()
+        assert "nobody listens there" in nobody.shake("x", f"tcp://127.0.0.1:{port}", encrypted=False).problem
 
 
-def test_the_daemon_itself_is_known_by_role_and_name(
-    server: str, asking: Asking, monkeypatch: pytest.MonkeyPatch
+def test_the_daemon_itself_is_known_by_role_and_name() -> None:
+    page = '{"role": "decode", "instance": "decode-0", "node": "node-0", "at": 112.3, "started_at": 100}'
+    itself, ours = asking({"/status": (200, page)}), Needs(role="decode", instance="decode-0", node="node-0")
+    assert itself.running("http://d", ours) == "decode-0/node-0, up for 12 s"
+    assert itself.running("http://d", ours.model_copy(update={"instance": "decode-1"})) == ""
+
+
+# ---------------------------------------------------------------------------------------------- GPUs
+
+FACTS = runtime.DeviceFacts("NVIDIA H200", 132, (9, 0), 141 << 30, 139 << 30)
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    version = tmp_path / "proc/driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    monkeypatch.setattr(machine, "has_accelerator", lambda: True)
+    monkeypatch.setattr(runtime, "device_count", lambda: 2)
+    monkeypatch.setattr(runtime, "device_facts", lambda _: FACTS)
+    monkeypatch.setattr(runtime, "allocate", lambda *_: 4096)
+    monkeypatch.setattr(runtime, "free", lambda *_: None)
+    monkeypatch.setattr(runtime, "export_memory", lambda *_: b"\1" * 64)
+    return tmp_path
+
+
+def opener(monkeypatch: pytest.MonkeyPatch, returncode: int, stdout: str, stderr: str = "") -> list[list[str]]:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, returncode, stdout, stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def test_two_gpus(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = opener(monkeypatch, 0, "")
+    found = read_machine([], used=(1,), root=two_gpus)
+    assert (found.driver, found.ipc_problem) == ("580.65.06", "")
+    assert [(gpu.ordinal, gpu.free_bytes) for gpu in found.gpus] == [(0, 139 << 30), (1, 139 << 30)]
+    assert asked[0][1:] == ["-P", "-m", "kvbridge.doctor.machine", "1", "01" * 64]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "stdout", "stderr", "problem"),
+    [
+        (0, "cuda:0 cannot open another process's device memory\n", "", "cannot open another"),
+        (1, "", "Traceback ...\nImportError: no CUDA", "ImportError: no CUDA"),
+        (-11, "", "", "SIGSEGV"),
+    ],
+)
+def test_memory_that_nobody_else_can_open(
+    returncode: int, stdout: str, stderr: str, problem: str, two_gpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = '{"role": "decode", "instance": "decode-0", "node": "node-0", "started_at": 5.5, "at": 17.8}'
-    monkeypatch.setattr(Answers, "pages", {"/status": (200, page)})
-    ours = Needs(role="decode", instance="decode-0", node="node-0")
-    assert asking.running(server, ours) == "decode-0/node-0, up for 12 s"
-    assert asking.running(server, ours.model_copy(update={"instance": "decode-1"})) == ""
+    opener(monkeypatch, returncode, stdout, stderr)
+    assert problem in str(read_machine([], used=(0,), root=two_gpus).ipc_problem)
+
+
+def test_without_a_driver_nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_accelerator", lambda: False)
+    monkeypatch.setattr(runtime, "device_count", lambda: pytest.fail("asked CUDA"))
+    assert not read_machine([], used=(0,)).accelerator

@@ -145,7 +145,7 @@ BOOTSTRAP_PAGE = BootstrapStatus(
 
 
 class FakeStatus:
-    """What an operator sees."""
+    """The operator's view of a daemon."""
 
     def __init__(self, page: BaseModel = NODE_PAGE) -> None:
         self.ready = Readiness(ready=True)
