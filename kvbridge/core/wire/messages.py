@@ -7,7 +7,7 @@ refuses any other message. Page tables travel as int32 bytes: a million tokens h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -96,7 +96,7 @@ class Message(FrozenModel):
     """A message of a union. Its head names its `type`, which becomes a field; a base of messages names none."""
 
     if TYPE_CHECKING:
-        type: str
+        type: ClassVar[str]
 
     def __init_subclass__(cls, *, type: str = "", **kwargs: Any) -> None:  # noqa: A002, ANN401 - as on the wire; pydantic's
         super().__init_subclass__(**kwargs)
