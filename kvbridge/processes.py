@@ -251,7 +251,7 @@ class SupervisedChild:
         except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
             if self.process is not None:
                 raise
-            return ChildEnd(f"start failed: {error}", EndCause.START_FAILED)
+            return ChildEnd(f"the process could not be started: {error}", EndCause.START_FAILED)
         finally:
             self.process = None
 

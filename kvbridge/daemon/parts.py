@@ -38,8 +38,8 @@ from kvbridge.telemetry.metrics import PHASES, RECEIVED, SENT
 from kvbridge.telemetry.readers import NodeReader
 from kvbridge.telemetry.recent import Recent
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.tier.controller import BackupController
 from kvbridge.tier.copies import copy_backend
+from kvbridge.tier.host_copies import BackupController
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
 
@@ -129,7 +129,7 @@ class NodeParts:
         tier, copies = config.tier, None if self.prefixes is None else self.prefixes.copies
         if self.prefixes is not None and copies is not None and tier.host is not None:
             limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=tier.host.backup.link_share)
-            controller = BackupController(self.prefixes, copies, self.book, tier.host.backup)
+            self.prefixes.controller = controller = BackupController(copies, tier.host.backup)
             self.backups = Backups(controller, self.workers, self.book, self.events, limits)
         if self.prefixes is not None and copies is not None and tier.store is not None:
             self.stored = StoredPrefixes(self.prefixes, copies, self.book, tier, self.geometry)

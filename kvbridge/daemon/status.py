@@ -138,7 +138,7 @@ class NodeOverview:
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
             host_tokens=self._parts.recent.host_tokens,
-            checkpoints=len(device.checkpoints),
+            checkpoints=device.checkpoint_count,
             retained_pages=dict(prefixes.retained().most_common(8)),
             retention_refused=prefixes.retention_refused,
         )

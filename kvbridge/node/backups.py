@@ -25,8 +25,7 @@ from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.facts import CopyEnded, EventStream
-from kvbridge.tier.controller import BackupController
-from kvbridge.tier.host_copies import Backup
+from kvbridge.tier.host_copies import Backup, BackupController
 
 log = structlog.get_logger(__name__)
 

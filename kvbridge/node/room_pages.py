@@ -26,9 +26,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, EventStream, PrefixMatched, RoomQuarantined
 from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.readers import Admitted
-from kvbridge.tier.retention import Claim
+from kvbridge.tier.prefix_cache import Admitted, PrefixCache
+from kvbridge.tier.victims import Claim
 
 log = structlog.get_logger(__name__)
 

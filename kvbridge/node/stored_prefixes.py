@@ -33,7 +33,7 @@ from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.host_copies import HostCopies, PinnedCopies
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
+from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome, Verb
 from kvbridge.tier.stores.client import BreakerState, Operation, StoreClient
 from kvbridge.tier.stores.objects import linked, of_links, part_keys
 
@@ -248,7 +248,7 @@ class StoredPrefixes:
             return []
         # The store may drop pages before its answer is here, so the look at what is to be dropped comes before the question.
         wanted = [form == CHECKPOINTS or key not in self.to_forget for key in keys]
-        found = (await client.has(form, keys, timeout_s=left_s)).outcomes
+        found = (await client.begin(Verb.HAS, form, keys, timeout_s=left_s)).outcomes
         return [is_wanted and one is Outcome.PRESENT for is_wanted, one in zip(wanted, found, strict=True)]
 
     async def _bring(self, client: StoreClient, keys: Keys, until_s: float, current: tuple[int, int]) -> int:
@@ -305,7 +305,7 @@ class StoredPrefixes:
                 if left_s <= 0 or has_failed:
                     return
                 ids = np.stack([get.pages[space] for space in self._spaces[get.form]], axis=1)
-                get.operation = client.get(get.form, get.keys, ids, timeout_s=left_s)
+                get.operation = client.begin(Verb.GET, get.form, get.keys, ids, timeout_s=left_s)
                 answer = await get.operation
                 get.hits = len(list(takewhile(lambda outcome: outcome is Outcome.HIT, answer.outcomes)))
                 has_failed = has_failed or not get.is_whole
@@ -365,7 +365,7 @@ class StoredPrefixes:
                 await self.writing.acquire()
             try:
                 answers = [
-                    await client.clear(form, timeout_s=max(0.0, until_s - self._clock()))
+                    await client.begin(Verb.CLEAR, form, timeout_s=max(0.0, until_s - self._clock()))
                     for form in range(len(self._spaces))
                 ]
             finally:
@@ -442,7 +442,8 @@ class StoredPrefixes:
         """Drop disputed pages. Returns whether the store has dropped all that it was asked to."""
         names = list(self.to_forget)[:BATCH_LIMIT]
         async with self.writing:
-            answer = await client.drop(PAGES, Keys(b"".join(names)), timeout_s=self._settings.store_limits.put_s)
+            keys, put_s = Keys(b"".join(names)), self._settings.store_limits.put_s
+            answer = await client.begin(Verb.DROP, PAGES, keys, timeout_s=put_s)
         for name, outcome in zip(names, answer.outcomes, strict=True):
             if outcome is Outcome.DROPPED:
                 self.to_forget.pop(name, None)
@@ -456,10 +457,11 @@ class StoredPrefixes:
         for form, some, ids in self._objects(pinned, keys, start):
             if drops != self._drops:
                 break
-            answer = await client.has(form, some, timeout_s=put_s)
+            answer = await client.begin(Verb.HAS, form, some, timeout_s=put_s)
             lacking = [at for at, outcome in enumerate(answer.outcomes) if outcome is Outcome.ABSENT]
             if lacking and not answer.failed:
-                put = client.put(form, Keys(b"".join(some[at] for at in lacking)), ids[lacking], timeout_s=put_s)
+                keys_of_lacking = Keys(b"".join(some[at] for at in lacking))
+                put = client.begin(Verb.PUT, form, keys_of_lacking, ids[lacking], timeout_s=put_s)
                 settled.append(put.settled)
                 answer = await put
             if answer.failed:

@@ -1,32 +1,44 @@
-"""The host copies of prefixes: backups of what is on the device, pages that come from elsewhere, and who reads them there.
+"""The host copies of prefixes: backups of device pages and when they are made, pages that come from elsewhere, readers.
 
 A page is on the host once its copy is proved done. Until then its host page is leased to the backup, like any page that a transfer
 writes, and the copied pages are pinned. A backup that fails frees its own pages and changes nothing else.
+
+One order of backups at a time goes to the rank workers. It has what several prompts need, the pages of each in their order, up to
+`tier.host.backup.order_pages`. An order begins when a reader lets go, before the pages that the reader kept can be evicted; when
+the order before has ended; and with a tick, for pages that are read for long or have to be tried again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import structlog
 
+from kvbridge.config.tier import BackupPolicy, HostBackup
 from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, NotFoundError
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves, Pages
-from kvbridge.core.process import Clock
+from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
-from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
+from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex, Reader
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.readers import Reader, without_empty
-from kvbridge.tier.records import RecordArray, join
+from kvbridge.tier.records import RecordArray, join, without_empty
 from kvbridge.tier.residence import Inserted, Residence
 
 log = structlog.get_logger(__name__)
 
 CHECKPOINT_COPIES = HOST_COPIES[CHECKPOINT_SPACE]
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pause after an order that has failed; twice as long after the next failure."""
+MOST_WAITING = 4_096
+"""The most prompts that wait for their turn; the one that has waited longest is forgotten then."""
+MOST_IN_VAIN = 32
+"""The most prompts without a page to copy that one order looks at: a look walks along a prompt. The next order goes on."""
+OLDEST = 64
+"""The most prompts that one order looks at when the oldest are copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,16 +48,16 @@ class Backup:
     owner: Owner
     """Has the host pages until the backup ends."""
     moves: PageMoves
-    """The pages to copy: nothing writes them, and they stay where they are."""
+    """The pages to copy. Nothing writes them, and they stay where they are."""
     start: int
-    """The first record of its path that is copied; of those before, checkpoints may be."""
+    """The place in the reader's path of the first record that is copied; checkpoints of records before may be copied, too."""
     reader: Reader
     checkpoints: dict[int, PageIdArray]
     """By record, the host pages of its checkpoint."""
 
     @property
     def records(self) -> RecordArray:
-        """The records whose pages are copied."""
+        """Records whose pages are copied."""
         return self.reader.path[self.start :]
 
     @property
@@ -56,43 +68,43 @@ class Backup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PinnedCopies:
-    """Pages of a prompt on the host, from its first one on, that stay where they are until `HostCopies.unpin`."""
+    """First pages of a prompt that stay on the host until `HostCopies.unpin`."""
 
     reader: Reader
     pages: Pages
     checkpoints: Mapping[int, PageIdArray]
-    """By the number of pages at whose end they are."""
+    """Host copies of checkpoints, by the number of pages before."""
 
     def __len__(self) -> int:
         return len(self.reader.path)
 
 
 class CopyWatcher(Protocol):
-    """Hears what the host has in the middle of the call that changes it; it calls nothing back."""
+    """Hears of changes on the host, in the middle of the call that makes them; it calls nothing back."""
 
     def added(self, keys: Keys, start: int, pages: Pages) -> None:
-        """The pages of `keys[start:]` are on the host from now on: these host copies, and the pages of the home."""
+        """The pages of `keys[start:]` are on the host from now on: host copies, and home pages."""
 
     def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
         """The windows and states at the end of the page of this key are on the host from now on."""
 
     def removed(self, pages: Pages) -> None:
-        """Nobody finds these host copies any more, and their pages will be used again; this may be said twice."""
+        """Nobody finds these host copies any more, and their pages will be used again. This may be said twice."""
 
 
 class HostCopies:
-    """The host's side of a prefix cache. Not thread-safe: only the one deciding thread uses it."""
+    """The host's side of a prefix cache. Used by the event loop's thread only."""
 
     def __init__(
         self, book: PageBook, index: PrefixIndex, host: Residence, clock: Clock, *, end: Callable[[Reader], None]
     ) -> None:
-        """`end`: is given every reader whose reading is over."""
-        self._book, self.index, self._host, self._clock, self._end = book, index, host, clock, end
+        """`end`: called with every reader that has read to the end."""
+        self.book, self.index, self.host, self._clock, self._end = book, index, host, clock, end
         self._page_counts = {space: sum(states.values()) for space, states in book.counts().items()}
         self._is_copied = np.zeros(index.capacity, dtype=np.bool_)
-        """True for records that a backup under way copies."""
+        """By record: a backup that is under way copies it."""
         self.backups: dict[Owner, Backup] = {}
-        """The backups that are under way."""
+        """Backups that are under way."""
         self._pinned: set[PinnedCopies] = set()
         self._watchers: list[CopyWatcher] = []
 
@@ -102,23 +114,23 @@ class HostCopies:
 
     @property
     def readers(self) -> list[Reader]:
-        """The readers of all backups, and of all that is pinned here."""
+        """The readers of backups and of pinned pages."""
         return [backup.reader for backup in self.backups.values()] + [pinned.reader for pinned in self._pinned]
 
     def cold(self, count: int) -> list[Keys]:
-        """Return up to so many prompts that nobody reads and that end on the device only, the next to be evicted first."""
+        """Return up to so many unread prompts whose last page is on the device only, the next to be evicted first."""
         leaves, records = self.index.device.leaves(), self.index.records
-        kept = self._host.has(leaves) | self._is_copied[leaves] | records.is_hidden(leaves)
+        kept = self.host.has(leaves) | self._is_copied[leaves] | records.is_hidden(leaves)
         return [records.keys(records.path(record)) for record in leaves[~kept][:count].tolist()]
 
     def pin(self, keys: Keys) -> PinnedCopies:
-        """Keep what is on the host of a prompt there, so that somebody can read it: host copies, pages of the home, checkpoints."""
+        """Keep on the host what is there of a prompt, to be read: host copies, home pages, checkpoints."""
         path = self.index.match(keys)
-        path = path[: self._host.depth(path)]
-        ends = {at + 1: int(path[at]) for at in np.flatnonzero(self._host.checkpointed(path)).tolist()}
-        checkpoints = {page_count: self._host.checkpoints.pages(record) for page_count, record in ends.items()}
-        reader = Reader(path, 0, len(path), tuple((self._host, record) for record in ends.values()))
-        pinned = PinnedCopies(reader, self._host.pages(path) | self.index.home_pages(path), checkpoints)
+        path = path[: self.host.depth(path)]
+        ends = {at + 1: int(path[at]) for at in np.flatnonzero(self.host.checkpointed(path)).tolist()}
+        checkpoints = {page_count: self.host.checkpoint_pages(record) for page_count, record in ends.items()}
+        reader = Reader(path, 0, len(path), tuple((self.host, record) for record in ends.values()))
+        pinned = PinnedCopies(reader, self.host.pages(path) | self.index.home_pages(path), checkpoints)
         reader.pin(self.index)
         self._pinned.add(pinned)
         return pinned
@@ -132,19 +144,19 @@ class HostCopies:
     # ------------------------------------------------------------------------------------- backups
 
     def start_backup(self, owner: Owner, keys: Keys, *, at_most: int, min_uses: int = 0) -> Backup | None:
-        """Begin to copy what of a prompt is on the device and not on the host, parents first: at most so many pages.
+        """Begin to copy the pages of a prompt that are on the device and not on the host, parents first: at most so many pages.
 
-        `min_uses`: only pages that were used so often, their arrival included. Checkpoints on the way come along, where there are
-        host pages for them. `owner` is new, and has the host pages, leased, until `end_backup`. Returns None when there is nothing
-        to copy, or only pages behind those of another backup. Raises CapacityError, and nothing has changed, when there are no host
-        pages for it; ConflictError when the owner has pages.
+        `min_uses`: only pages that were used so often; the arrival counts. Checkpoints on the way come along, where there are host
+        pages for them. `owner` is new, and has the host pages, leased, until `end_backup`. Returns None when there is nothing to
+        copy, or only pages behind those of another backup. Raises CapacityError when host pages are too few, and nothing has
+        changed then; ConflictError when the owner has pages.
         """
         path = self.index.match(keys)
         path = path[: self.index.device.depth(path)]
-        stops = np.flatnonzero(self._is_copied[path] | (self.index.uses(path) < min_uses))
+        stops = np.flatnonzero(self._is_copied[path] | (self.index.uses[path] < min_uses))
         path = path[: stops[0]] if len(stops) else path
-        start = self._host.depth(path)
-        path = path[: start + min(at_most, *(self._page_counts[space] for space in self._host.spaces))]
+        start = self.host.depth(path)
+        path = path[: start + min(at_most, *(self._page_counts[space] for space in self.host.spaces))]
         lacking = self._lacking_checkpoints(path)
         path = path if len(path) > start else path[: max(lacking, default=-1) + 1]
         if not len(path):
@@ -155,17 +167,17 @@ class HostCopies:
         except CapacityError as error:
             if start == len(path) or error.lacking.keys() != {CHECKPOINT_COPIES}:
                 raise
-            return self._start(owner, path, start, [])  # checkpoints are no reason for pages to stay behind
+            return self._start(owner, path, start, [])  # pages do not stay behind for want of place for checkpoints
 
     def _start(self, owner: Owner, path: RecordArray, start: int, ends: list[int]) -> Backup:
         device = self.index.device
-        checkpoints = [device.checkpoints.pages(record) for record in ends]
+        checkpoints = [device.checkpoint_pages(record) for record in ends]
         sources = without_empty(device.pages(path[start:]) | {CHECKPOINT_SPACE: join(checkpoints)})
         reader = Reader(path, len(path), start, tuple((device, record) for record in ends))
         reader.pin(self.index)
         try:
             demand = {HOST_COPIES[space]: len(ids) for space, ids in sources.items()}
-            copies = self._book.reserve(owner, demand, state=PageState.LEASED)
+            copies = self.book.reserve(owner, demand, state=PageState.LEASED)
         except BridgeError:
             self._end(reader)
             raise
@@ -177,31 +189,31 @@ class HostCopies:
         return backup
 
     def end_backup(self, backup: Backup, *, done: bool) -> int:
-        """End a backup, once, by the proof that its copy touches nothing any more; return how many pages are on the host by it.
+        """End a backup, once, when its copy is proved to touch nothing any more; return how many pages it brought to the host.
 
-        `done`: it is whole, on every rank. Host pages that nobody needs are free then, unless the book has them in quarantine:
-        those stay, and the copied pages are not pinned for them. Raises NotFoundError when it has been ended.
+        `done`: the copy is whole on every rank. Host pages that are not needed are free then, except for those that the book has in
+        quarantine. Raises NotFoundError when the backup has been ended.
         """
         if self.backups.pop(backup.owner, None) is not backup:
             raise NotFoundError(f"{backup.owner} is not under way (any more)")
         self._is_copied[backup.records] = False
         added = 0
-        if self._book.state(backup.owner) is PageState.LEASED:
-            self._book.move(backup.owner, PageState.LEASED, PageState.HELD)
+        if self.book.state(backup.owner) is PageState.LEASED:
+            self.book.move(backup.owner, PageState.LEASED, PageState.HELD)
             added = self._enter(backup) if done else 0
-            self._book.free(backup.owner)
+            self.book.free(backup.owner)
         self._end(backup.reader)
         return added
 
     def _enter(self, backup: Backup) -> int:
         path = backup.reader.path
         path = path[: np.count_nonzero(~self.index.records.is_hidden(path))]
-        here = self._host.depth(path)  # more than at the start, when others came first
+        here = self.host.depth(path)  # more than at the start, when others were faster
         new = max(0, len(path) - here)
         if new:
             ids = {HOST_COPIES[space]: pair[1] for space, pair in backup.moves.items() if space != CHECKPOINT_SPACE}
             pages = {space: copies[here - backup.start : len(path) - backup.start] for space, copies in ids.items()}
-            self._book.cache(backup.owner, pages)
+            self.book.cache(backup.owner, pages)
             self.index.add_copies(path, here, pages)
             self._tell_added(path, here)
         for record, copies in backup.checkpoints.items():
@@ -210,13 +222,13 @@ class HostCopies:
         return new
 
     def _lacking_checkpoints(self, path: RecordArray) -> list[int]:
-        """Return the places in a path of checkpoints that are on the device only and not on their way: the last, if many."""
+        """Return where in a path there are checkpoints on the device only that no backup copies; the last ones, if too many."""
         under_way = {record for backup in self.backups.values() for record in backup.checkpoints}
-        lacking = self.index.device.checkpointed(path) & ~self._host.checkpointed(path)
+        lacking = self.index.device.checkpointed(path) & ~self.host.checkpointed(path)
         found: list[int] = []
         left = self._page_counts.get(CHECKPOINT_COPIES, 0)
         for at in reversed(np.flatnonzero(lacking).tolist()):
-            left -= len(self.index.device.checkpoints.pages(int(path[at])))
+            left -= len(self.index.device.checkpoint_pages(int(path[at])))
             if left < 0:
                 break
             if int(path[at]) not in under_way:
@@ -234,22 +246,17 @@ class HostCopies:
         *,
         checkpoints: Mapping[int, PageIdArray] | None = None,
     ) -> int:
-        """Keep an owner's pages that hold the pages of `keys[start:]`: host copies and pages of the home; return how many are new.
+        """Keep an owner's pages that hold the pages of `keys[start:]`: host copies and home pages; return how many are new.
 
-        `checkpoints`: host copies of them, by the number of pages at whose end they are. `keys[:start]` have to be on the host;
-        nothing is kept when they are not (any more). Pages that are not kept stay the owner's. The owner's pages must be held:
-        nobody writes them any more. Raises ConflictError when they are not.
+        `checkpoints`: host copies of checkpoints, by the number of pages before. Nothing is kept unless the pages of `keys[:start]`
+        are on the host. Pages that are not kept stay the owner's. Raises ConflictError unless the owner's pages are held, which
+        proves that nobody writes them any more.
         """
-        self._book.cache(owner, {})  # refuses pages that are not held before the index takes anything
-        if self._host.depth(self.index.match(keys, at_most=start)) < start:
+        self.book.cache(owner, {})  # refuses pages that are not held before the index takes anything
+        if self.host.depth(self.index.match(keys, at_most=start)) < start:
             return 0
         inserted = self.index.insert(keys, start, pages, now=self._clock(), to_host=True)
-        try:
-            self._book.cache(owner, inserted.pages)
-        except BridgeError:
-            self.index.withdraw(inserted)
-            raise
-        tell_left_out(owner, inserted)
+        cache_inserted(self.book, self.index, owner, inserted)
         path = self.index.match(keys, at_most=start + len(inserted.records))
         if len(inserted.new):
             self._tell_added(path, len(path) - len(inserted.new))
@@ -259,15 +266,15 @@ class HostCopies:
         return len(inserted.new)
 
     def forgotten(self, pages: Pages) -> None:
-        """Tell watchers of the host copies among pages that are not the index's any more."""
+        """Tell watchers of the host copies among pages that have left the index."""
         copies = without_empty({space: ids for space, ids in pages.items() if space in HOST_COPIES.values()})
         for watcher in self._watchers if copies else ():
             watcher.removed(copies)
 
     def check_integrity(self) -> None:
-        """Compare what is under way with the book. Raises IntegrityError."""
+        """Compare the backups under way with the book. Raises IntegrityError."""
         copied = [backup.records for backup in self.backups.values()]
-        states = {self._book.state(owner) for owner in self.backups}
+        states = {self.book.state(owner) for owner in self.backups}
         if np.count_nonzero(self._is_copied) != sum(map(len, copied)) or not all(
             self._is_copied[one].all() for one in copied
         ):
@@ -278,22 +285,153 @@ class HostCopies:
     # ------------------------------------------------------------------------------------- inside
 
     def _keep_checkpoint(self, owner: Owner, record: int, copies: PageIdArray) -> None:
-        if not self._host.checkpointed(np.array([record]))[0]:
-            self._book.cache(owner, {CHECKPOINT_COPIES: copies})
-            self._host.set_checkpoint(record, copies)
+        if not self.host.checkpointed(np.array([record]))[0]:
+            self.book.cache(owner, {CHECKPOINT_COPIES: copies})
+            self.host.set_checkpoint(record, copies)
             for watcher in self._watchers:
                 watcher.checkpoint_added(self.index.records.keys(np.array([record]))[0], copies)
 
     def _tell_added(self, path: RecordArray, start: int) -> None:
         for watcher in self._watchers:
-            pages = self._host.pages(path[start:]) | self.index.home_pages(path[start:])
+            pages = self.host.pages(path[start:]) | self.index.home_pages(path[start:])
             watcher.added(self.index.records.keys(path), start, pages)
 
 
-def tell_left_out(owner: Owner, inserted: Inserted) -> None:
-    """Log pages of an owner that were left out for their keys: engines that compute keys by the rules never meet that."""
+class BackupController:
+    """Decides which cached pages of a node are copied to the host, and when. Used by the event loop's thread only.
+
+    A prefix cache tells its `controller` of prefixes on the device, in the middle of the call that changes them.
+    """
+
+    def __init__(self, copies: HostCopies, settings: HostBackup, *, clock: Clock = monotonic) -> None:
+        self._copies, self._settings, self._clock = copies, settings, clock
+        [self._space, *_] = copies.index.spaces
+        counts = copies.book.counts()
+        self._low_pages = int(settings.low_share * sum(counts[self._space].values()))
+        self._order_pages = min(settings.order_pages, sum(counts[HOST_COPIES[self._space]].values()))
+        self._waiting: dict[bytes, Keys] = {}
+        """Prompts with pages to copy, by the key of the last page."""
+        self._under_way: dict[Owner, Keys] = {}
+        """The prompts of the present order, by the owner of each backup."""
+        self._pause_s = FIRST_PAUSE_S
+        self._not_before_s = 0.0
+        self.refused = 0
+        """Prompts for which every host page had a reader."""
+        self.on_due: Callable[[], None] = lambda: None
+        """Called when pages of a waiting prompt can be evicted soon."""
+
+    @property
+    def waiting(self) -> int:
+        """Number of prompts that wait for their turn."""
+        return len(self._waiting)
+
+    def kept(self, keys: Keys) -> None:
+        """Let a prompt whose last pages are new on the device wait for its turn."""
+        if self._settings.policy is BackupPolicy.WRITE_THROUGH:
+            self._wait(keys)
+
+    def used(self, keys: Keys) -> None:
+        """Let a prefix that was found wait for its turn: pages that were refused, or evicted from the host, are tried again."""
+        if self._settings.policy is not BackupPolicy.WRITE_BACK:
+            self._wait(keys)
+
+    def ending(self) -> None:
+        """An owner is about to let go of its pages, which can be evicted from then on: backups may begin now."""
+        if self._waiting:
+            self.on_due()
+
+    def _wait(self, keys: Keys) -> None:
+        self._waiting.setdefault(keys[-1], keys)
+        if len(self._waiting) > MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+
+    def begin(self, owner: Callable[[], Owner]) -> list[Backup]:
+        """Reserve host pages for the next order, and return its backups; empty when there is nothing to copy now.
+
+        `owner` makes a new owner. Not to be called again before `ended`.
+        """
+        started: list[Backup] = []
+        in_vain = 0
+        if self._clock() < self._not_before_s:
+            return started
+        settings, left = self._settings, self._order_pages
+        min_uses = settings.uses if settings.policy is BackupPolicy.WRITE_THROUGH_SELECTIVE else 0
+        for keys in self._candidates():
+            try:
+                backup = self._copies.start_backup(owner(), keys, at_most=left, min_uses=min_uses)
+            except CapacityError:
+                if started or not self._refuse(keys):
+                    break  # perhaps there is room when the started ones are on the host, and nobody reads them
+                backup = None
+            if backup is not None:
+                started.append(backup)
+                self._under_way[backup.owner] = keys
+                left -= backup.pages
+            # A prompt that cannot begin beside others may have to wait for what this order copies.
+            is_over = not started if backup is None else backup.start + backup.pages == len(keys)
+            if is_over:
+                self._waiting.pop(keys[-1], None)
+            in_vain += backup is None
+            if left <= 0 or in_vain == MOST_IN_VAIN:
+                break
+        return started
+
+    def _refuse(self, keys: Keys) -> bool:
+        """Note that the host has no room for a prompt. Returns whether the next prompt can be looked at now."""
+        self.refused += 1
+        if self._waiting.pop(keys[-1], None) is not None:
+            return True
+        self._not_before_s = self._clock() + FIRST_PAUSE_S  # it will be the oldest again
+        return False
+
+    def _candidates(self) -> Iterator[Keys]:
+        """Yield the prompts with pages to copy, in their turn."""
+        if self._settings.policy is not BackupPolicy.WRITE_BACK:
+            yield from list(self._waiting.values())
+        elif self._safe_pages < self._low_pages:
+            for keys in self._copies.cold(OLDEST):
+                yield keys
+                if self._safe_pages >= self._low_pages:
+                    return
+
+    @property
+    def _safe_pages(self) -> int:
+        """Device pages that a reservation can take without losing anything: free ones, and those on the host or on their way."""
+        copies = self._copies
+        on_way = sum(backup.pages for backup in copies.backups.values())  # pinned, and not on the host yet
+        on_device_only = len(copies.index) - len(copies.host)
+        return copies.book.available_pages()[self._space] - on_device_only + 2 * on_way
+
+    def ended(self, backups: Sequence[Backup], *, done: bool) -> None:
+        """End the order of these backups. Nothing touches its pages any more, except for those that the book has in quarantine.
+
+        After an order that has failed no other begins for a while.
+        """
+        for backup in backups:
+            self._copies.end_backup(backup, done=done)
+            keys = self._under_way.pop(backup.owner)
+            if not done and self._settings.policy is not BackupPolicy.WRITE_BACK:
+                self._wait(keys)
+        if done:
+            self._pause_s = FIRST_PAUSE_S
+            return
+        self._not_before_s = self._clock() + self._pause_s
+        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+
+
+def cache_inserted(book: PageBook, index: PrefixIndex, owner: Owner, inserted: Inserted) -> None:
+    """Give the pages that the index has taken from an owner to the page cache, or withdraw them from the index.
+
+    Raises ConflictError for pages that are not the owner's own. Logs pages that were left out for their keys: engines that compute
+    keys by the rules never meet that.
+    """
+    try:
+        book.cache(owner, inserted.pages)
+    except BridgeError:
+        index.withdraw(inserted)
+        raise
     if inserted.left_out:
-        reason = "the page has a key that a page of another prompt has: an engine states keys that are not those of its tokens"
+        reason = "a page of another prompt has the same key: an engine states keys that are not those of its tokens"
         log.warning(
             "prefix_not_kept", room=owner.room, generation=owner.generation, pages=inserted.left_out, reason=reason
         )

@@ -2,38 +2,39 @@
 
 - A record is on the device, on the host as its *host copy*, or both; each `Residence` has its own pages, readers and checkpoints.
   The first records of a path are on the device, the others on the host only.
-- Pages of a space that has no host copies (the host pool) are the record's as such, wherever else it is: its *home*.
+- A space without host copies (the host pool) is the *home* of records: they have a page there wherever else they are.
 - Only records that nobody pins are evicted, leaf by leaf, so no page is ever without its parent. The longest unused go first; among
   the old ones, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
 - A dropped record is *unreachable* at once, for every key; its pinned pages come back with the last unpin.
-- A *checkpoint* is the windows and states at exactly a record's end; it has pins of its own.
 
-Records are numbers, and arrays hold what is known of them: a page takes less than 300 bytes. Whoever reads a record, or its number,
-has pinned the record, or does so in the same step.
+Records are numbers, and arrays hold what is known of them: a page takes less than 300 bytes. Whoever uses the number of a record
+has pinned the record, or pins it in the same step.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
+from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, Pages
 from kvbridge.core.prefixes import Evicted
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join
-from kvbridge.tier.residence import Inserted, Residence, merged
-from kvbridge.tier.retention import Claim, Retentions, base_rank
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join, merged
+from kvbridge.tier.residence import Inserted, Residence
+from kvbridge.tier.victims import Claim, Retentions, base_rank
 
 CHECKPOINT_SPACE = IndexSpace.SWA
+NO_PAGES = np.empty(0, dtype=np.int32)
 
 
 class PrefixIndex:
-    """The cached pages of one node. Not thread-safe: only the node process's one deciding thread uses it."""
+    """The cached pages of one node. Used by the event loop's thread only."""
 
     def __init__(
         self,
@@ -43,9 +44,9 @@ class PrefixIndex:
         has_copies: bool = False,
         retained_share: float = 0.0,
     ) -> None:
-        """`spaces`: those in which a record has one page. `capacity`: as many records as there can be.
+        """`spaces`: a record has one page in each. `capacity`: the most records. `has_copies`: pages of `full` may be on the host.
 
-        `has_copies`: pages of `full` may be on the host as well, or on the host only.
+        `retained_share`: see `Retentions`.
         """
         on_device = tuple(space for space in spaces if space in HOST_COPIES or not has_copies)
         if not on_device or len(set(spaces)) != len(spaces) or CHECKPOINT_SPACE in spaces:
@@ -56,15 +57,16 @@ class PrefixIndex:
         self.capacity = capacity
         self.records = Records(capacity)
         self._rank = np.zeros(capacity, dtype=np.float64)
-        self._uses = np.zeros(capacity, dtype=np.int32)
+        self.uses = np.zeros(capacity, dtype=np.int32)
+        """Number of uses of each record; no record has more than its parent."""
         self.retentions = Retentions(capacity, share=retained_share)
         self.evicted: Counter[Evicted] = Counter()
-        """Records that are gone, by why."""
+        """Numbers of records that are gone, by reason."""
         self.device = Residence(self.records, on_device, self._rank, checkpoint_space=CHECKPOINT_SPACE)
         self.host: Residence | None = None
-        """Residence of host copies; None: there are none."""
+        """The host copies; None: there are none."""
         self.home: Residence | None = None
-        """Residence of the pages that a record has wherever it is; None: none, or no host copies, and `device` has them."""
+        """The pages that records have wherever they are. None: there are none, or `device` has them, for want of host copies."""
         if has_copies:
             copies = [HOST_COPIES[space] for space in on_device]
             self.host = Residence(self.records, copies, self._rank, checkpoint_space=HOST_COPIES[CHECKPOINT_SPACE])
@@ -73,33 +75,24 @@ class PrefixIndex:
                 self.home = Residence(self.records, homes, self._rank)
         self.residences = tuple(one for one in (self.device, self.host, self.home) if one is not None)
         self.kept_since = -math.inf
-        """No record that was used after this has been evicted, nor its checkpoint."""
+        """Every record that was used after this is still there, with its checkpoint, unless it was dropped."""
 
     # ------------------------------------------------------------------------------------- looking
 
     def __len__(self) -> int:
-        """Number of records, the unreachable ones among them."""
+        """Number of records, also unreachable ones."""
         return len(self.records)
 
-    @property
-    def reachable(self) -> int:
-        """Number of records that keys lead to."""
-        return len(self.records) - self.records.hidden_count
-
     def match(self, keys: Keys, *, at_most: int | None = None) -> RecordArray:
-        """Return the path of the longest known run of `keys` from the first on, of at most so many pages. Changes nothing.
+        """Return the path of the longest known run of `keys` from the first on, of at most so many pages.
 
-        The first `device.depth(path)` of them are on the device; if there are others, all of the path is on the host.
+        The first `device.depth(path)` records are on the device; if there are others, all of the path is on the host.
         """
         return self.records.match(keys, len(keys) if at_most is None else at_most)
 
     def prompt_of(self, key: bytes) -> Keys:
-        """Return the keys of all pages up to the one of this key; empty when the key is not known."""
+        """Return the keys of all pages up to the page of this key; empty when the key is not known."""
         return self.records.keys(self.records.path_to(key))
-
-    def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
-        """Return the number of uses of each record of a path; none has more than its parent."""
-        return self._uses[path]
 
     def pages(self, records: RecordArray) -> Pages:
         """Return the pages of records that are on the device, in their order, by space."""
@@ -108,10 +101,6 @@ class PrefixIndex:
     def home_pages(self, records: RecordArray) -> Pages:
         """Return the pages that records have wherever they are."""
         return {} if self.home is None else self.home.pages(records)
-
-    def is_found(self, path: RecordArray) -> bool:
-        """Return whether others find a path: no record of it is dropped, or lost on the device."""
-        return not (self.records.is_hidden(path).any() or self.device.is_lost(path))
 
     def checkpointed(self, path: RecordArray) -> npt.NDArray[np.bool_]:
         """Return which records of a path have a checkpoint, on the device or the host."""
@@ -126,7 +115,7 @@ class PrefixIndex:
         return found
 
     def all_pages(self) -> Pages:
-        """Return every page that is the index's, those of checkpoints and of unreachable records too."""
+        """Return every page that is the index's, also those of checkpoints and of unreachable records."""
         return merged([residence.all_pages() for residence in self.residences])
 
     # ------------------------------------------------------------------------------------- use
@@ -134,7 +123,7 @@ class PrefixIndex:
     def pin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> None:
         """Count a reader on every record of a path, or of a part that continues a path which the same reader has pinned.
 
-        The reader reads the first `device` of them on the device (None: all), and the first `host` on the host. Raises
+        The reader reads the first `device` records on the device (None: all), and the first `host` on the host. Raises
         IntegrityError, and changes nothing, when the records are no such path or not there.
         """
         parts = self._parts(records, device, host, "pin")
@@ -146,8 +135,8 @@ class PrefixIndex:
     def unpin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> Pages:
         """End what `pin` began, for all that one reader has pinned: a path from a prompt's first page on.
 
-        Returns the pages that the last reader of dropped records has let go; mostly none. Raises IntegrityError, and
-        changes nothing, when the records are no such path or somebody has unpinned them before.
+        Returns the pages of dropped records that nobody reads any more; mostly none. Raises IntegrityError, and changes nothing,
+        when the records are no such path or have been unpinned before.
         """
         parts = self._parts(records, device, host, "unpin", whole=True)
         for residence, part in parts:
@@ -161,15 +150,15 @@ class PrefixIndex:
         return self._release(over) if over else {}
 
     def touch(self, records: RecordArray, now: float) -> None:
-        """Note that a path was used at `now`, a number that never falls. Raises IntegrityError when it is no path."""
+        """Note that a path was used at `now`, a time that never falls. Raises IntegrityError when it is no path."""
         if self._is_path(records, "touch", whole=True):
-            self._uses[records] += 1
+            self.uses[records] += 1
             self._rank[records] = now + self.retentions.added_rank(records)
             for residence in self.residences:
                 residence.used(records)
 
     def retain(self, path: RecordArray, now: float, claim: Claim) -> bool:
-        """Let a path go after others as a claim says, from `now` on; False when its namespace, or all, retain what they may."""
+        """Retain a path as a claim says, from `now` on; False when the namespace, or all, retain as much as they may."""
         if not self._is_path(path, "retain", whole=True):
             return True
         self.decay(now)
@@ -179,7 +168,7 @@ class PrefixIndex:
         return True
 
     def decay(self, now: float) -> None:
-        """Let priorities of records fall whose time is over."""
+        """Lower priorities whose time is over."""
         self._rank_anew(self.retentions.decay(now))
 
     def _rank_anew(self, records: RecordArray) -> None:
@@ -199,12 +188,12 @@ class PrefixIndex:
         now: float,
         to_host: bool = False,
     ) -> Inserted:
-        """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be known where they go.
+        """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be in the same place.
 
-        They go to the device, or with `to_host` to the host, as host copies and pages of the home. A page that is known there keeps
-        its first arrival; from the first key on that a page elsewhere has, nothing is taken. `Inserted` says which pages were
-        taken. They count as used at `now`, like the path before them. Raises NotFoundError when `keys[:start]` are not known there
-        (any more), InvalidInputError for arrays of another length; the index is as before then.
+        The pages go to the device, or with `to_host` to the host, as host copies and pages of the home. A page that is known there
+        keeps its first arrival. From the first key on that a page of another path has, nothing is taken. The whole path counts as
+        used at `now`. Raises NotFoundError when `keys[:start]` are not known there (any more), InvalidInputError for arrays of
+        another length; the index is as before then.
         """
         residence = self._host() if to_host else self.device
         count, lengths = len(keys) - start, {space: len(ids) for space, ids in pages.items()}
@@ -217,7 +206,7 @@ class PrefixIndex:
             raise NotFoundError(f"page {start} cannot be cached: only {here} pages before it are known (any more)")
         if known < len(keys):
             records = self.records.create(keys, path)
-            self._uses[records] = 0
+            self.uses[records] = 0
             path = np.concatenate((path, records))
         stop = len(path)
         taken = {space: pages[space][here - start : stop - start] for space in residence.spaces}
@@ -231,12 +220,12 @@ class PrefixIndex:
         return Inserted(path[start:], residence, path[here:], taken, len(keys) - stop)
 
     def add_copies(self, path: RecordArray, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
-        """Let the records of a path from `start` on, which are on the device, be on the host as well; those before are."""
+        """Take host copies of records of a path from `start` on. These are on the device; those before are on the host, too."""
         self._host().add(path[start:], pages)
         self._host().used(path)
 
     def add_device(self, path: RecordArray, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
-        """Let the records of a path from `start` on, which are on the host, be on the device as well; those before are."""
+        """Take device pages of records of a path from `start` on. These are on the host; those before are on the device, too."""
         self.device.add(path[start:], pages)
         self.device.used(path)
         self._host().read_back(path[start:])
@@ -247,8 +236,8 @@ class PrefixIndex:
         """Give up at least so many pages of each space, all or nothing: old leaves, neighbours together.
 
         A record gives its page of every space of the residence that it leaves, and its checkpoint there, so there may be more pages
-        than asked for; from the home it goes with all that it has. When only checkpoints' pages lack, checkpoints go and records
-        stay. Raises CapacityError when `evictable` has fewer.
+        than asked for; a record that leaves the home leaves every residence. When only pages of checkpoints lack, checkpoints go
+        and records stay. Raises CapacityError when `evictable` has fewer.
         """
         evictable = self.evictable()
         short = {space: count - evictable.get(space, 0) for space, count in lacking.items()}
@@ -257,7 +246,7 @@ class PrefixIndex:
             needs = ", ".join(f"{count} of '{space}'" for space, count in short.items())
             raise CapacityError(f"cached pages that nobody reads are too few, by {needs}", lacking=short)
         found: list[Pages] = []
-        for residence in reversed(self.residences):  # a record that goes from its home goes from everywhere
+        for residence in reversed(self.residences):  # the home first: records that leave it leave every residence
             given = merged(found)
             left = {space: count - len(given.get(space, ())) for space, count in lacking.items()}
             victims, pages = residence.take(max((left.get(space, 0) for space in residence.spaces), default=0))
@@ -282,27 +271,27 @@ class PrefixIndex:
         return merged(found)
 
     def drop(self, records: RecordArray | None = None) -> Pages:
-        """Make records and all that depends on them unreachable at once, wherever they are; None: all there are.
+        """Make records and all that depends on them unreachable at once; None: all records.
 
-        Returns the pages that nobody reads. Those of the others come with the last `unpin`.
+        Returns the pages that nobody reads. The others come with the last `unpin`.
         """
         dropped = self.records.descendants(self.records.all() if records is None else records)
         self.records.hide(dropped[~self.records.is_hidden(dropped)])
         return self._release([(one, one.unpinned(dropped)) for one in self.residences if one is not self.home])
 
     def unreachable_copies(self) -> Pages:
-        """Return the host copies of records which no key reaches any more, and somebody reads."""
+        """Return the host copies of unreachable records, which somebody still reads."""
         if self.host is None:
             return {}
         there = self.records.all()
         hidden = there[self.records.is_hidden(there) & self.host.has(there)]
-        ends = [self.host.checkpoints.pages(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
+        ends = [self.host.checkpoint_pages(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
         return self.host.pages(hidden) | {HOST_COPIES[CHECKPOINT_SPACE]: join(ends)}
 
     def lose_device(self) -> Pages:
-        """Lose the device's memory: records that are on the host as well are there only, the others unreachable.
+        """Lose the device's memory: records with host copies are on the host only, and all others are unreachable.
 
-        Returns the pages that nobody reads. Those of the others come with the last `unpin`.
+        Returns the pages that nobody reads. The others come with the last `unpin`.
         """
         there = self.records.deepest_first(self.records.all())
         there = there[self.device.has(there)]
@@ -314,7 +303,7 @@ class PrefixIndex:
         return self._release([(self.device, unread)])
 
     def withdraw(self, inserted: Inserted) -> None:
-        """Undo `insert`, in the same step: the pages are their owner's again."""
+        """Undo `insert`, in the same step: the pages are the caller's again."""
         self._release([(inserted.residence, inserted.new[::-1])])
 
     # ------------------------------------------------------------------------------------- for operators
@@ -335,8 +324,7 @@ class PrefixIndex:
     def __repr__(self) -> str:
         residences = ", ".join(map(repr, self.residences))
         return (
-            f"<prefix index: {len(self)} of {self.records.capacity} records, {self.records.hidden_count} unreachable; "
-            f"{residences}>"
+            f"<prefix index: {len(self)} of {self.capacity} records, {self.records.reachable} reachable; {residences}>"
         )
 
     # ------------------------------------------------------------------------------------- inside
@@ -349,7 +337,7 @@ class PrefixIndex:
     def _parts(
         self, records: RecordArray, device: int | None, host: int, verb: str, *, whole: bool = False
     ) -> list[tuple[Residence, RecordArray]]:
-        """Return the records that a reader pins in each residence."""
+        """Return the records that a reader pins in each residence. Raises IntegrityError for records that are no path."""
         if not self._is_path(records, verb, whole=whole):
             return []
         if self.host is None:
@@ -373,13 +361,13 @@ class PrefixIndex:
             self.kept_since = max(self.kept_since, float(base_rank(self._rank[records]).max()))
 
     def _release(self, parts: Sequence[tuple[Residence, RecordArray]]) -> Pages:
-        """Give up records that nobody reads in a residence; there, each comes before its parent."""
+        """Give up records that nobody reads in a residence; each comes before its parent there."""
         found = [residence.remove(records) for residence, records in parts]
         records = np.unique(np.concatenate([records for _, records in parts]))
         return merged([*found, self._forget(self.records.deepest_first(records))[1]])
 
     def _forget(self, records: RecordArray, *, evicted: bool = False) -> tuple[RecordArray, Pages]:
-        """Forget records, each before its parent, that are nowhere any more; return them and the pages of their home."""
+        """Forget those of the records, each before its parent, that are nowhere any more; return them and their home pages."""
         left = records if self.host is None else records[~self.host.has(records)]
         gone, lost = left[~self.device.has(left)], left[self.device.lost(left)]
         self.records.hide(lost[~self.records.is_hidden(lost)])
@@ -389,3 +377,74 @@ class PrefixIndex:
         self.retentions.forget(gone)
         self.records.forget(gone)
         return gone, pages
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """Pins a path from a prompt's first page on: its first `device` records on the device, its first `host` on the host."""
+
+    path: RecordArray
+    device: int
+    host: int = 0
+    checkpoints: tuple[tuple[Residence, int], ...] = ()
+    """The checkpoints that the reader reads: residence and record of each."""
+    checkpoint_own: PageIdArray = field(default_factory=lambda: NO_PAGES)
+    """Pages of the reader's own into which a checkpoint is to be loaded."""
+    kept: RecordArray = field(default_factory=lambda: NO_PAGES)
+    """The records of the path whose device pages were the reader's own."""
+    claim: Claim | None = None
+    """The retention that the reader asks for its path, with every use."""
+
+    @classmethod
+    def of(cls, index: PrefixIndex, path: RecordArray, device: int, *, from_checkpoint: bool) -> Reader:
+        """Return a reader of the first `device` records on the device, and of all on the host if there are others.
+
+        `from_checkpoint`: it also reads the checkpoint at the end of the path, on the device if it is there.
+        """
+        host, end = len(path) if device < len(path) else 0, path[-1:]
+        if not (from_checkpoint and len(path)):
+            return cls(path, device, host)
+        if index.host is None or index.device.checkpointed(end)[0]:
+            return cls(path, device, host, ((index.device, int(end[0])),))
+        return cls(path, device, len(path), ((index.host, int(end[0])),))
+
+    def pin(self, index: PrefixIndex) -> None:
+        """Begin to read. Raises NotFoundError when a checkpoint is not there (any more), and pins nothing."""
+        index.pin(self.path, device=self.device, host=self.host)
+        pinned = 0
+        try:
+            for residence, record in self.checkpoints:
+                residence.pin_checkpoint(record)
+                pinned += 1
+        except BridgeError:
+            self.checkpoints = self.checkpoints[:pinned]
+            self.unpin(index)
+            raise
+
+    def unpin(self, index: PrefixIndex) -> Pages:
+        """End reading, once. Returns pages of dropped records that nobody reads any more."""
+        for residence, record in self.checkpoints:
+            residence.unpin_checkpoint(record)
+        return index.unpin(self.path, device=self.device, host=self.host)
+
+    def shared(self, index: PrefixIndex) -> dict[IndexSpace, int]:
+        """Return the number of cached pages of each space that the reader reads in place."""
+        return {space: self.device if space in index.device.spaces else len(self.path) for space in index.spaces}
+
+    def checkpoint(self, residence: Residence | None) -> PageIdArray:
+        """Return the pages of the checkpoint that it reads in a residence; empty when there is none."""
+        found = (one.checkpoint_pages(record) for one, record in self.checkpoints if one is residence)
+        return next(found, NO_PAGES)
+
+
+def check_pins(index: PrefixIndex, readers: Iterable[Reader]) -> None:
+    """Raise IntegrityError unless the readers' pins are all the pins, everywhere."""
+    for residence in index.residences:
+        pins, checkpoint_pins = residence.pins()
+        expected, restoring = np.zeros_like(pins), Counter(dict.fromkeys(checkpoint_pins, 0))
+        for reader in readers:
+            stop = {id(index.device): reader.device, id(index.host): reader.host}.get(id(residence))
+            expected[reader.path[:stop]] += 1  # a path has no record twice
+            restoring.update(record for where, record in reader.checkpoints if where is residence)
+        if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
+            raise IntegrityError(f"pins do not add up to what is read of {residence!r}")

@@ -1,16 +1,16 @@
 """The prefixes that stay on one node: the index of prefixes and the page book, changed together.
 
 The book knows that a page is cached, the index knows the page's prefix and the number of its readers, and the cache knows which
-owners these are. Each can be counted again from the others: the index's pages are the book's cached ones, and its pins are the
-owners' paths.
+owners these are. Each can be recounted from the others: the index's pages are the book's cached pages, and its pins are the paths
+of readers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,16 +27,15 @@ from kvbridge.core.prefixes import Evicted
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
-from kvbridge.tier.host_copies import HostCopies, tell_left_out
-from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
+from kvbridge.tier.host_copies import BackupController, HostCopies, cache_inserted
+from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex, Reader, check_pins
 from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.readers import Admitted, Reader, check_pins, without_empty
-from kvbridge.tier.records import RecordArray
+from kvbridge.tier.records import RecordArray, without_empty
 from kvbridge.tier.residence import EvictedPages
-from kvbridge.tier.retention import Claim
+from kvbridge.tier.victims import Claim
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
-"""Maps the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
+"""Maps the numbers of cached pages that an owner is to read to the numbers of pages that it needs beside them, by space."""
 
 
 class Residency(NamedTuple):
@@ -50,68 +49,63 @@ class Residency(NamedTuple):
     evicted: EvictedPages
     """Pages evicted from the host so far."""
 
-    @classmethod
-    def of(cls, index: PrefixIndex) -> Residency:
-        """Count those of an index."""
-        device, host = len(index.device), 0 if index.host is None else len(index.host)
-        evicted = EvictedPages() if index.host is None else index.host.evicted
-        both = device + host - len(index)
-        return cls(device=len(index) - host, both=both, host=len(index) - device, evicted=evicted)
-
 
 class Dropped(NamedTuple):
-    """Numbers of forgotten pages. One page is a page of each space that grows with the tokens."""
+    """Numbers of forgotten pages; one is a page of each space that grows with the tokens."""
 
     pages: int
-    """Pages of prompts and answers, which no request finds any more."""
+    """Pages of prompts and answers. No request finds them any more."""
     read: int
-    """The ones among these that are still read."""
+    """Those among them that are still read."""
 
 
-class PathWatcher(Protocol):
-    """Hears of prefixes on the device in the middle of the call; it calls nothing back but where it says so."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Admitted:
+    """The pages that an owner got: cached ones of its prompt's first `prefix_pages` pages, and its own for the rest."""
 
-    def kept(self, keys: Keys) -> None:
-        """Note that the last pages of this prompt are new on the device."""
-
-    def used(self, keys: Keys) -> None:
-        """Note that somebody found this beginning of a prompt here."""
-
-    def ending(self) -> None:
-        """An owner is about to let go of its pages, which can be evicted from then on. Backups may begin now."""
+    prefix: Pages
+    """Cached pages, to be read only, until the owner lets go: device pages of the first `device_pages`, home pages of all."""
+    prefix_pages: int
+    device_pages: int
+    copies: Pages
+    """Host copies of the others, which are on the host only. They are to be loaded into the first of the `own` device pages."""
+    checkpoint: PageIdArray
+    """Windows and states at the end of the prefix, to be read only; empty unless they were asked for and are on the device."""
+    checkpoint_copy: PageIdArray
+    """The same when they are on the host only: they are to be loaded into `checkpoint_own`."""
+    checkpoint_own: PageIdArray
+    own: Pages
+    """Pages that are the owner's alone, beside `checkpoint_own`."""
 
 
 class PrefixCache:
-    """The cached prefixes of one node. Implements the book's PageCache. Not thread-safe: only the deciding thread uses it."""
+    """The cached prefixes of one node; the book's PageCache. Used by the event loop's thread only."""
 
     def __init__(self, book: PageBook, index: PrefixIndex, *, clock: Clock = monotonic, restores: bool = False) -> None:
-        """`restores`: owners can load pages back from the host, so a prefix that is on the host only is of use."""
+        """`restores`: owners can load pages back from the host, so they are given prefixes that are on the host only."""
         self._book = book
         self.index = index
         self._clock = clock
         self._restores = restores and index.host is not None
         self._readers: dict[Owner, Reader] = {}
-        self._watchers: list[PathWatcher] = []
         self.copies = HostCopies(book, index, index.host, clock, end=self._end) if index.host is not None else None
         """The host copies of prefixes; None: there are none."""
+        self.controller: BackupController | None = None
+        """Decides about backups; set by whoever carries them out."""
         self._empty_at_s = clock()
-        """When everything was last forgotten at once."""
+        """The time at which everything was last forgotten at once."""
         self.retention_refused = 0
-        """Owners whose namespace, or all namespaces together, retained as many pages as they may: their claims do not count."""
+        """Owners whose claims do not count, because their namespace, or all, retained as many pages as they may."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
-
-    def watch(self, watcher: PathWatcher) -> None:
-        """Tell `watcher` from now on."""
-        self._watchers.append(watcher)
 
     def admit(
         self, owner: Owner, keys: Keys, demand: Demand, *, at_most: int | None = None, from_checkpoint: bool = False
     ) -> Admitted:
         """Give a new owner the longest cached prefix of its prompt, of `at_most` pages, and pages of its own for the rest.
 
-        One step, all or nothing; it lasts until `let_go`. `from_checkpoint`: only a prefix that ends with a checkpoint is of use.
-        Raises what `PageBook.reserve` does.
+        All or nothing; it lasts until `let_go`. `from_checkpoint`: only a prefix that ends with a checkpoint is of use. Raises what
+        `PageBook.reserve` does.
         """
         path = self.index.match(keys, at_most=at_most)
         if not self._restores:
@@ -123,7 +117,7 @@ class PrefixCache:
         except (CapacityError, InvalidInputError) as error:
             if not (from_checkpoint and len(path)):
                 raise  # a prefix only ever lowers the demand, so it would not fit without one either
-            try:  # but a checkpoint takes pages in which the owner's own windows may have to be
+            try:  # but a checkpoint takes pages that the owner may need for its own windows
                 return self._admit(owner, keys, path[:0], demand, from_checkpoint=False)
             except CapacityError as without:
                 raise (error if isinstance(error, CapacityError) else without) from None
@@ -151,26 +145,33 @@ class PrefixCache:
             own[CHECKPOINT_SPACE], reader.checkpoint_own = np.split(own[CHECKPOINT_SPACE], [-to_load])
         self._readers[owner] = reader
         self.index.touch(path, self._clock())
-        for watcher in self._watchers if len(path) else ():
-            watcher.used(keys[: len(path)])
-        return reader.admitted(self.index, own)
+        if self.controller is not None and len(path):
+            self.controller.used(keys[: len(path)])
+        return self._admitted(reader, own)
+
+    def _admitted(self, reader: Reader, own: Pages) -> Admitted:
+        device, host = self.index.device, self.index.host
+        return Admitted(
+            prefix=device.pages(reader.path[: reader.device]) | self.index.home_pages(reader.path),
+            prefix_pages=len(reader.path),
+            device_pages=reader.device,
+            copies={} if host is None else without_empty(host.pages(reader.path[reader.device :])),
+            checkpoint=reader.checkpoint(device),
+            checkpoint_copy=reader.checkpoint(host),
+            checkpoint_own=reader.checkpoint_own,
+            own=own,
+        )
 
     # ------------------------------------------------------------------------------------- pages that come
 
-    def keep(
-        self,
-        owner: Owner,
-        keys: Keys,
-        start: int,
-        pages: Mapping[IndexSpace, PageIdArray],
-    ) -> int:
+    def keep(self, owner: Owner, keys: Keys, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> int:
         """Keep whole pages of an owner, those of `keys[start:]`, and return how many are new; nobody writes them any more.
 
         `start`: the number of pages of its prompt that the owner reads already, by `admit` or an earlier `keep`. The owner reads
-        all of these pages from now on. Pages that the cache has already stay the owner's, and so do the pages from the first key on
-        that a page elsewhere has; all stay the owner's when the pages before them have been dropped meanwhile. Raises ConflictError
-        when the owner's pages are not held or not its own, or `start` is another, NotFoundError for an owner that was never
-        admitted: nothing is kept then.
+        all of these pages from now on. Some pages stay the owner's: those that the cache has already, and those from the first key
+        on that a page of another path has; all, when the pages before them have been dropped. Raises ConflictError when the owner's
+        pages are not held or not its own, or `start` is another, NotFoundError for an owner that was never admitted: nothing is
+        kept then.
         """
         reader = self._reader(owner)
         if start != len(reader.path):
@@ -182,12 +183,7 @@ class PrefixCache:
         if not np.array_equal(path[:start], reader.path) or device.depth(reader.path) < start or device.is_lost(path):
             return 0
         inserted = self.index.insert(keys, start, pages, now=self._clock())
-        try:
-            self._book.cache(owner, inserted.pages)
-        except BridgeError:
-            self.index.withdraw(inserted)
-            raise
-        tell_left_out(owner, inserted)
+        cache_inserted(self._book, self.index, owner, inserted)
         if reader.device < start:
             self._reads(owner, start, reader.host)
         self.index.pin(inserted.records)
@@ -195,15 +191,16 @@ class PrefixCache:
         reader.path, reader.device = np.concatenate((reader.path, inserted.records)), start + len(inserted.records)
         reader.kept = np.concatenate((reader.kept, inserted.new))
         self._used(reader)
-        for watcher in self._watchers if len(inserted.new) else ():
-            watcher.kept(keys[: reader.device])
+        if self.controller is not None and len(inserted.new):
+            self.controller.kept(keys[: reader.device])
         return len(inserted.new)
 
     def restored(self, owner: Owner, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> int:
-        """Keep pages of an owner that hold, on the device, its prefix from page `start` on, which it read on the host only.
+        """Keep device pages of an owner with its prefix from page `start` on, which was on the host only.
 
-        They are whole by proof, and nobody writes them any more. The owner goes on reading them; pages that somebody else brought
-        to the device meanwhile stay its own. Returns how many are new there. Raises ConflictError when its pages are not held.
+        The pages are whole by proof, and nobody writes them any more. The owner goes on reading them. Its own stay those pages that
+        somebody else has brought to the device meanwhile. Returns how many are new there. Raises ConflictError when the owner's
+        pages are not held.
         """
         reader = self._reader(owner)
         if start > reader.device:
@@ -226,7 +223,7 @@ class PrefixCache:
         return len(path) - here
 
     def _reads(self, owner: Owner, device: int, host: int) -> None:
-        """Let an owner read so much of its path in each residence from now on."""
+        """Let an owner read the first `device` pages on the device and the first `host` on the host from now on."""
         before = self._readers[owner]
         after = self._readers[owner] = replace(before, device=device, host=host)
         after.pin(self.index)
@@ -235,8 +232,8 @@ class PrefixCache:
     def keep_checkpoint(self, owner: Owner, page_count: int, pages: PageIdArray) -> bool:
         """Keep an owner's `pages` as the windows and states at the end of the first `page_count` pages that it reads.
 
-        False, and they stay the owner's, when there are some already, or that page is not on the device (any more). Raises
-        ConflictError when the owner does not read so many pages, or these are not its own and held.
+        False, and they stay the owner's, when there is a checkpoint already, or that page is not on the device (any more). Raises
+        ConflictError when the owner does not read so many pages, or `pages` are not its own and held.
         """
         path = self._reader(owner).path
         if not 0 < page_count <= len(path):
@@ -244,7 +241,7 @@ class PrefixCache:
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
         record, device = path[page_count - 1 : page_count], self.index.device
-        if self.index.records.is_hidden(record)[0] or not device.lacks_checkpoint(record)[0]:
+        if self.index.records.is_hidden(record)[0] or not device.lacks_checkpoint(int(record[0])):
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -252,13 +249,13 @@ class PrefixCache:
         return True
 
     def retain(self, owner: Owner, claim: Claim) -> None:
-        """Let what an owner reads, now and later, go after others for as long as it asks. Raises NotFoundError as `let_go`."""
+        """Retain what an owner reads, now and later, as it claims. Raises NotFoundError as `let_go`."""
         reader = self._reader(owner)
         reader.claim = claim
         self._used(reader)
 
     def _used(self, reader: Reader) -> None:
-        """Let the claim of a reader, if it has one, count anew for its path."""
+        """Retain the path of a reader that has a claim, from now on."""
         if reader.claim and not self.index.retain(reader.path, self._clock(), reader.claim):
             reader.claim = None
             self.retention_refused += 1
@@ -266,10 +263,10 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- pages that go
 
     def let_go(self, owner: Owner) -> None:
-        """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
+        """End the reading of an owner, by proof. Raises NotFoundError for an owner that was never admitted, or has let go."""
         reader = self._reader(owner)
-        for watcher in self._watchers:
-            watcher.ending()
+        if self.controller is not None:
+            self.controller.ending()  # begins backups before the pages can be evicted
         self._used(reader)
         del self._readers[owner]
         self._end(reader)
@@ -289,15 +286,16 @@ class PrefixCache:
     def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
 
-        As for `admit`, whose pages the owner keeps. Pages that it reads no more may be evicted for them. Raises CapacityError, and
-        nothing has changed then; NotFoundError when there is no checkpoint (any more).
+        The owner keeps the pages that it got by `admit`. Pages that it reads no more may be evicted for this. Raises CapacityError,
+        NotFoundError when there is no checkpoint (any more); nothing has changed then.
         """
         reader, before = self._reader(owner), self._book.available_pages()
-        path, is_found = reader.path[:page_count], self.index.is_found(reader.path)
+        path, device = reader.path[:page_count], self.index.device
+        is_found = not (self.index.records.is_hidden(reader.path).any() or device.is_lost(reader.path))
         fewer = Reader.of(self.index, path, min(reader.device, page_count), from_checkpoint=from_checkpoint)
         fewer.claim = reader.claim
         fewer.pin(self.index)
-        if is_found:  # unpinning a dropped path would free it, and it could not be read again
+        if is_found:  # unpinning a dropped path would free it, and the path could not be pinned again
             reader.unpin(self.index)
         try:
             to_load = len(fewer.checkpoint(self.index.host))
@@ -318,22 +316,22 @@ class PrefixCache:
             self._tell_available(before)
         else:
             self._end(reader)
-        return fewer.admitted(self.index, own)
+        return self._admitted(fewer, own)
 
     def drop(self, why: Evicted = Evicted.OPERATOR, which: RecordArray | None = None) -> Dropped:
-        """Forget these pages and all that depends on them, or every prefix; pages with readers are free when those let go."""
+        """Forget these pages and all that depends on them, or every prefix. Pages with readers are free when those let go."""
         self._empty_at_s = self._clock() if which is None else self._empty_at_s
         return self._dropped(why, lambda: self.index.drop(which))
 
     def lose_device(self) -> Dropped:
-        """Forget what is on the device, whose memory is gone. Pages that are on the host as well stay there."""
+        """Forget what is on the device, whose memory is gone. Host copies stay."""
         why = Evicted.MEMORY_LOST
         return self.drop(why) if self.copies is None else self._dropped(why, self.index.lose_device)
 
     def drop_kept(self, owner: Owner, page: int) -> tuple[Dropped, list[Link]]:
         """Forget what an owner has kept from this page of its prompt on, and all that depends on it.
 
-        Pages that others had kept before it stay. Returns with the sum the links of all that is forgotten.
+        Pages that others had kept before stay. Also returns the links of all that is forgotten.
         """
         reader = self._reader(owner)
         path = reader.path[page:]
@@ -344,11 +342,11 @@ class PrefixCache:
         return self.drop(Evicted.INTEGRITY, first), links
 
     def _dropped(self, why: Evicted, drop: Callable[[], Pages]) -> Dropped:
-        known, there = self.index.reachable, len(self.index)
+        known, there = self.index.records.reachable, len(self.index)
         self._uncache(drop())
         if self.copies is not None:
             self.copies.forgotten(self.index.unreachable_copies())
-        self.index.evicted[why] += (dropped := known - self.index.reachable)
+        self.index.evicted[why] += (dropped := known - self.index.records.reachable)
         return Dropped(dropped, dropped - (there - len(self.index)))
 
     def _uncache(self, pages: Pages) -> None:
@@ -362,13 +360,13 @@ class PrefixCache:
         return self.index.evictable()
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
-        """Forget pages, at least so many of each space, and return them."""
-        checkpoints = len(self.index.device.checkpoints)
+        """Forget and return pages, at least so many of each space."""
+        checkpoints = self.index.device.checkpoint_count
         self.index.decay(self._clock())
         pages = without_empty(self.index.evict(lacking))
         if self.copies is not None:
             self.copies.forgotten(pages)
-        self.evicted_checkpoints += checkpoints - len(self.index.device.checkpoints)
+        self.evicted_checkpoints += checkpoints - self.index.device.checkpoint_count
         return pages
 
     # ------------------------------------------------------------------------------------- asking
@@ -378,7 +376,7 @@ class PrefixCache:
 
     @property
     def spaces(self) -> tuple[IndexSpace, ...]:
-        """The spaces in which each page of a prompt has one page here."""
+        """The spaces in which each page of a prompt has one page."""
         return self.index.spaces
 
     @property
@@ -387,50 +385,55 @@ class PrefixCache:
         return len(self._readers)
 
     def known(self, keys: Keys) -> int:
-        """Return the number of pages of a prompt that are cached now, whoever may use them."""
+        """Return the number of first pages of a prompt that are cached now, for whomever."""
         return len(self.index.match(keys))
 
     def restorable(self, keys: Keys) -> int:
-        """Return the largest number of cached pages of a prompt with a checkpoint at their end, on the device or the host."""
+        """Return the largest number of first pages of a prompt that are cached, with a checkpoint at their end."""
         return int(max(np.flatnonzero(self.index.checkpointed(self.index.match(keys))) + 1, default=0))
 
     def checkpoints(self, owner: Owner) -> list[int]:
-        """Return the numbers of pages, of those that an owner reads, that end with a checkpoint now, ascending."""
+        """Return after how many of the pages that an owner reads there are checkpoints now, ascending."""
         return self._restorable(self._reader(owner).path)
 
     def _restorable(self, path: RecordArray) -> list[int]:
         return (np.flatnonzero((self.index if self._restores else self.index.device).checkpointed(path)) + 1).tolist()
 
     def reads(self, owner: Owner) -> int:
-        """Return the number of pages of its prompt and answer that an owner reads. Raises NotFoundError as `let_go`."""
+        """Return how many pages of its prompt and answer an owner reads. Raises NotFoundError as `let_go`."""
         return len(self._reader(owner).path)
 
     def kept_s(self) -> float:
-        """Return for how many seconds an unused prefix lasts: everything that was used within them is here."""
+        """Return for how many seconds an unused prefix lasts: everything that was used since then is here."""
         return self._clock() - max(self._empty_at_s, self.index.kept_since)
 
     def gone(self) -> Counter[Evicted]:
-        """Return the number of pages of prompts that are not cached any more, so far, by why."""
+        """Return the numbers of pages of prompts that have gone so far, by reason."""
         return +self.index.evicted
 
     def retained(self) -> Counter[str]:
-        """Return the number of pages of prompts that each namespace has retained now."""
+        """Return how many pages of prompts each namespace retains now."""
         self.index.decay(self._clock())
         return self.index.retentions.by_namespace
 
     def residency(self) -> Residency:
         """Return the numbers of pages of prompts by where they are."""
-        return Residency.of(self.index)
+        index = self.index
+        device, host = len(index.device), 0 if index.host is None else len(index.host)
+        evicted = EvictedPages() if index.host is None else index.host.evicted
+        return Residency(
+            device=len(index) - host, both=device + host - len(index), host=len(index) - device, evicted=evicted
+        )
 
     def check_integrity(self) -> None:
-        """Count the index again, and compare it with the book and with the readers. Raises IntegrityError."""
+        """Recount index and readers, and compare them with the book. Raises IntegrityError."""
         self.index.check_integrity()
         cached, known = self._book.cached_pages(), self.index.all_pages()
         for space in cached.keys() | known.keys():
             differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
             if len(differing):
                 raise IntegrityError(
-                    f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
+                    f"pages of '{space}' are cached in the book or known to the index, not both: {differing.tolist()[:8]}"
                 )
         readers = [*self._readers.values()]
         if self.copies is not None:

@@ -1,35 +1,36 @@
-"""Records of cached pages: a flat map from keys, in which a page is never without the page before it.
+"""Records of cached pages: a flat map from keys, in which no page is without the page before it.
 
-A key names all tokens up to a page's end. No record is ever without its *parent*, the record of the page before. The known pages of
-a prompt are therefore a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join.
+A key names all tokens up to a page's end. No record is without its *parent*, the record of the page before. The known pages of a
+prompt are therefore a run from its first page on, and a binary search finds the end: there is no tree to walk, to split or to join.
 Such a run is a *path*: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError, InvalidInputError
-from kvbridge.core.ids import PageIdArray
+from kvbridge.core.ids import PageIdArray, Pages
 from kvbridge.tier.keys import Keys, Link
 
 RecordArray = npt.NDArray[np.int32]
-"""Numbers of records, in the order of their pages in a prompt unless something else is said."""
+"""Numbers of records, in the order of their pages in a prompt unless stated otherwise."""
 
 NO_RECORD = -1
-"""The parent of a prompt's first page; the children of a record that is not in a subtree."""
+"""Stands for the parent of a prompt's first page, and for the number of children of a record that is not in a subtree."""
 _UNUSED = -2
-"""The parent of a number that is no record now."""
+"""Stands for the parent of a number that is no record now."""
 _NO_RECORDS = np.empty(0, dtype=np.int32)
 _FEW = 16
-"""Up to so many records it is faster to look one by one."""
+"""Up to so many records, looking one by one is faster."""
 
 
 class Records:
-    """Up to `capacity` records, numbered from 0. Numbers are used again; a caller's column has `capacity` places."""
+    """Up to `capacity` records, numbered from 0. Numbers are used again. Callers keep arrays of `capacity` places by number."""
 
     def __init__(self, capacity: int) -> None:
         if not 1 <= capacity <= np.iinfo(np.int32).max:
@@ -41,28 +42,28 @@ class Records:
         self._depth = np.zeros(capacity, dtype=np.int32)
         self._is_hidden = np.zeros(capacity, dtype=np.bool_)
         self.parent = np.full(capacity, _UNUSED, dtype=np.int32)
-        self.parent_at = self.parent.data  # one at a time is read several times faster through this
+        self.parent_at = self.parent.data  # reading one element is several times faster through this
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)
-        """A stack of the numbers that are no records, `_unused_count` high."""
+        """A stack of the numbers that are no records; its first `_unused_count` places count."""
         self._unused_count = capacity
 
     def __len__(self) -> int:
-        """Number of records, hidden ones among them."""
+        """Number of records, also hidden ones."""
         return self.capacity - self._unused_count
 
     @property
-    def hidden_count(self) -> int:
-        """Number of records that no key leads to any more."""
-        return len(self) - len(self._record_of)
+    def reachable(self) -> int:
+        """Number of records that keys lead to."""
+        return len(self._record_of)
 
     def all(self) -> RecordArray:
-        """Return all records, hidden ones among them, by their number."""
+        """Return all records, also hidden ones, by number."""
         return np.flatnonzero(self.parent != _UNUSED).astype(np.int32)
 
     def match(self, keys: Keys, at_most: int) -> RecordArray:
         """Return the path of the longest known run of `keys` from the first on, of at most so many pages."""
         known, stop, last = 0, min(len(keys), len(self), max(0, at_most)), NO_RECORD
-        while known < stop:  # the key of page `known` (counted from 1) is known, those behind `stop` are not
+        while known < stop:  # the key of page `known` (counted from 1) is known, keys behind `stop` are not
             middle = (known + stop + 1) // 2
             record = self._record_of.get(keys[middle - 1])
             if record is None:
@@ -74,11 +75,11 @@ class Records:
         path = self.path(last) if self._depth[last] == known - 1 else _NO_RECORDS
         if keys.shared_with(self.keys(path)) == known:
             return path
-        # Keys come from outside: one of a chain, or of a path, may be elsewhere, and only the keys before it count.
+        # Keys come from outside: a key may be that of a page on another path, and only the keys before it count.
         return self._walk(keys[:known])
 
     def _walk(self, keys: Keys) -> RecordArray:
-        """Return the path of the longest run of keys in which the page of each is a child of the one before, one by one."""
+        """Return the path of the longest run of keys in which each record is the child of the one before."""
         found, last = [], NO_RECORD
         for key in keys.to_list():
             record = self._record_of.get(key)
@@ -89,7 +90,7 @@ class Records:
         return np.array(found, dtype=np.int32)
 
     def path_to(self, key: bytes) -> RecordArray:
-        """Return the path whose last record has this key; empty when there is none."""
+        """Return the path that ends with the record of this key; empty when there is none."""
         record = self._record_of.get(key)
         return _NO_RECORDS if record is None else self.path(record)
 
@@ -102,13 +103,13 @@ class Records:
         return bool((self.parent[records[1:]] == records[:-1]).all())
 
     def is_hidden(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Return which of the records no key leads to any more."""
+        """Return which of the records are hidden: no key leads to them any more."""
         return self._is_hidden[records]
 
     def create(self, keys: Keys, path: RecordArray) -> RecordArray:
-        """Make a record for each of the keys behind a path, up to one that another page has; they must enter a residence next.
+        """Make records for the keys behind a path, up to a key that has a record elsewhere. They must enter a residence next.
 
-        Raises IntegrityError when there are more pages than can be.
+        Raises IntegrityError when there are no numbers left.
         """
         known = len(path)
         new = keys[known:].to_list()
@@ -129,7 +130,7 @@ class Records:
         return records
 
     def _unknown(self, keys: list[bytes]) -> int:
-        """Count the first keys that no record has, nor another of them."""
+        """Count the first keys that have no record and that no key before repeats."""
         seen: set[bytes] = set()
         for key in keys:
             if key in self._record_of or key in seen:
@@ -138,13 +139,13 @@ class Records:
         return len(seen)
 
     def hide(self, records: RecordArray) -> None:
-        """Let no key lead to these any more; every record that depends on one of them is among them or hidden."""
+        """Let no key lead to these any more. Every record that depends on them is among them, or hidden."""
         for key in self.keys(records).to_list():
             del self._record_of[key]
         self._is_hidden[records] = True
 
     def forget(self, records: RecordArray) -> None:
-        """Give back the numbers of records that are in no residence any more, and let no key lead to them."""
+        """Give back the numbers of records that are in no residence any more."""
         self.hide(records[~self._is_hidden[records]])
         self._is_hidden[records] = False
         self.parent[records] = _UNUSED
@@ -152,7 +153,7 @@ class Records:
         self._unused_count += len(records)
 
     def descendants(self, records: RecordArray) -> RecordArray:
-        """Return records and all that depend on them, deepest first: each step looks twice as far up as the one before."""
+        """Return records and all that depend on them, deepest first. Each step looks twice as far up as the one before."""
         there, top = self.all(), self.capacity
         found = np.zeros(top + 1, dtype=np.bool_)
         found[records] = True
@@ -178,7 +179,7 @@ class Records:
             "keys": self._record_of == dict(zip(self.keys(seen).to_list(), seen.tolist(), strict=True)),
             "parents": bool((self.parent[parents[inner]] != _UNUSED).all()),
             "depths": bool((self._depth[there] == np.where(inner, self._depth[parents] + 1, 0)).all()),
-            "hidden ones": not (self._is_hidden[parents] & inner & ~self._is_hidden[there]).any(),
+            "hidden records": not (self._is_hidden[parents] & inner & ~self._is_hidden[there]).any(),
         }
         for fact, holds in facts.items():
             if not holds:
@@ -197,7 +198,7 @@ class Records:
     def links(self, records: RecordArray) -> list[Link]:
         """Return the links of records, in their order."""
         parents = self.parent[records]
-        before = self.keys(parents).to_list()  # of the first page of a prompt some other key, which is not used
+        before = self.keys(parents).to_list()  # wrong for the first page of a prompt, where it is not used
         keys = self.keys(records).to_list()
         return [
             (b"" if parent == NO_RECORD else key_before, key)
@@ -212,3 +213,17 @@ class Records:
 def join(pages: list[PageIdArray]) -> PageIdArray:
     """Return the ids of several arrays, or of none, as one."""
     return np.concatenate(pages) if pages else np.empty(0, dtype=np.int32)
+
+
+def merged(parts: Sequence[Pages]) -> Pages:
+    """Return pages of several origins, space by space."""
+    found: Pages = {}
+    for pages in parts:
+        for space, ids in pages.items():
+            found[space] = np.concatenate((found[space], ids)) if space in found else ids
+    return found
+
+
+def without_empty(pages: Pages) -> Pages:
+    """Leave out spaces of which there is no page: the node may not have them."""
+    return {space: ids for space, ids in pages.items() if len(ids)}

@@ -25,12 +25,12 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.pool.memory.layout import host_placement
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores import pages as page_store
-from kvbridge.tier.stores.base import Answer, ObjectStore
+from kvbridge.tier.stores import process as page_store
+from kvbridge.tier.stores.base import Answer, ObjectStore, Verb
 from kvbridge.tier.stores.files import FileStore
 from kvbridge.tier.stores.mooncake import MooncakeStore
 from kvbridge.tier.stores.objects import object_name
-from kvbridge.tier.stores.pages import PageStore
+from kvbridge.tier.stores.process import PageStore
 from tests.bench.output import table as text
 from tests.helpers.local_servers import MooncakeServers
 
@@ -148,12 +148,12 @@ def _measure(
                 mock.patch.object(page_store, "checksum", return_value=0),
                 mock.patch.object(page_store, "read_trailer", return_value=0),
             ):
-                return pages.get(0, keys, target, until_s)
+                return pages.ask(Verb.GET, 0, keys, target, until_s=until_s)
 
         return [
-            ("put", lambda: pages.put(0, keys, source, until_s), "stored"),
+            ("put", lambda: pages.ask(Verb.PUT, 0, keys, source, until_s=until_s), "stored"),
             ("bare put", lambda: bare.put(bare_names, into), ""),
-            ("get", lambda: pages.get(0, keys, target, until_s), "hit"),
+            ("get", lambda: pages.ask(Verb.GET, 0, keys, target, until_s=until_s), "hit"),
             ("bare get", lambda: bare.get(bare_names, out_of), ""),
             ("get without digests", without_digests, "hit"),
             ("remove", lambda: store.remove(names, until_s), "dropped"),

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from kvbridge.config.tier import FileStoreSettings, MooncakeStoreSettings, StoreLimits, StoreSettings
-from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import Answer, ObjectStore
+from kvbridge.tier.keys import NO_KEYS, Keys
+from kvbridge.tier.stores.base import Answer, ObjectStore, Verb
 from kvbridge.tier.stores.client import Operation, StoreClient
-from kvbridge.tier.stores.pages import PageStore
+from kvbridge.tier.stores.objects import NO_PAGES
+from kvbridge.tier.stores.process import PageStore
 from tests.helpers.local_servers import MooncakeServers
 from tests.helpers.stored_pages import StoredPages, ids, stored_object
 
@@ -88,13 +89,10 @@ class Client(Looped):
         self.close_loop()
 
     def begin(
-        self, verb: str, keys: Keys, pages: np.ndarray | None = None, timeout_s: float = TIMEOUT_S, form: int = 0
+        self, verb: str, keys: Keys, pages: np.ndarray = NO_PAGES, timeout_s: float = TIMEOUT_S, form: int = 0
     ) -> Operation:
         async def call() -> Operation:
-            ask = getattr(self.client, verb)
-            return (
-                ask(form, keys, timeout_s=timeout_s) if pages is None else ask(form, keys, pages, timeout_s=timeout_s)
-            )
+            return self.client.begin(Verb(verb), form, keys, pages, timeout_s=timeout_s)
 
         return self.loop.run_until_complete(call())
 
@@ -127,27 +125,23 @@ class Asked:
 
     def __call__(self, verb: str, keys: Keys, *pages: int, form: int = 0, timeout_s: float = TIMEOUT_S) -> list[str]:
         """Ask, and return the outcomes."""
-        found = self.ask(verb, keys, ids(*pages) if verb in {"put", "get"} else None, form=form, timeout_s=timeout_s)
+        found = self.ask(
+            verb, keys, ids(*pages) if verb in {"put", "get"} else NO_PAGES, form=form, timeout_s=timeout_s
+        )
         assert found.settled, found
         return [outcome.value for outcome in found.outcomes]
 
     def clear(self, form: int = 0) -> Answer:
         """Remove all objects of a form."""
-        if self.process is not None:
+        return self.ask("clear", NO_KEYS, form=form)
 
-            async def begin() -> Operation:
-                return self.process.client.clear(form, timeout_s=TIMEOUT_S)
-
-            return self.process.answer(self.process.loop.run_until_complete(begin()))
-        assert self.direct is not None
-        return self.direct.clear(form, time.monotonic() + TIMEOUT_S)
-
-    def ask(self, verb: str, keys: Keys, pages: np.ndarray | None, *, form: int = 0, timeout_s: float) -> Answer:
+    def ask(
+        self, verb: str, keys: Keys, pages: np.ndarray = NO_PAGES, *, form: int = 0, timeout_s: float = TIMEOUT_S
+    ) -> Answer:
         if self.process is not None:
             return self.process.answer(self.process.begin(verb, keys, pages, timeout_s, form))
         assert self.direct is not None
-        ask, until_s = getattr(self.direct, verb), time.monotonic() + timeout_s
-        return ask(form, keys, until_s) if pages is None else ask(form, keys, pages, until_s)
+        return self.direct.ask(Verb(verb), form, keys, pages, until_s=time.monotonic() + timeout_s)
 
     def plant(self, name: str, data: bytes) -> None:
         """Put any bytes under a name."""

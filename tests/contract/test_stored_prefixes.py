@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores import client as store_client
 from kvbridge.tier.stores.base import Outcome, Verb
-from kvbridge.tier.stores.client import BreakerState
+from kvbridge.tier.stores.client import BreakerState, Operation
 from kvbridge.tier.stores.objects import ObjectForm, linked
 from tests.contract.stores_harness import KINDS, READY_S, Looped, settings_of
 from tests.helpers.cluster import eventually
@@ -462,17 +463,30 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
         node.all_free()
 
 
+def intercept(
+    node: Node, monkeypatch: pytest.MonkeyPatch, wanted: Verb, act: Callable[[int, Callable[[], Operation]], Operation]
+) -> int:
+    """Begin the orders of a kind by `act`, which gets the form and what begins the order; return the process's pid."""
+    begin, pid = node.stored.client.begin, node.process.pid
+
+    def begun(verb: Verb, form: int, *given: Any, **named: Any) -> Operation:
+        go_on = partial(begin, verb, form, *given, **named)
+        return act(form, go_on) if verb is wanted else go_on()
+
+    monkeypatch.setattr(node.stored.client, "begin", begun)
+    return pid
+
+
 def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(monkeypatch: pytest.MonkeyPatch):
     with node_of("files", prefetch_s=0.5, settle_s=0.5) as node:
         keys = new_keys(5)
         held = node.left_in_store(keys)
-        pid, get = node.process.pid, node.stored.client.get
 
-        def hang(*given: Any, **named: Any) -> Any:
+        def hang(_: int, go_on: Callable[[], Operation]) -> Operation:
             stop(pid)
-            return get(*given, **named)
+            return go_on()
 
-        monkeypatch.setattr(node.stored.client, "get", hang)
+        pid = intercept(node, monkeypatch, Verb.GET, hang)
         node.fetch(keys)
         monkeypatch.undo()
         assert node.held(keys) == []
@@ -490,16 +504,16 @@ def test_a_store_that_becomes_slow_gives_what_has_come_by_the_deadline(monkeypat
     with node_of("files", prefetch_s=2.0, settle_s=READY_S) as node:
         keys = new_keys(TOTAL[FULL])
         held = node.left_in_store(keys)
-        pid, get, asked = node.process.pid, node.stored.client.get, []
+        asked = []
 
-        def slower(form: int, *given: Any, **named: Any) -> Any:
+        def slower(form: int, go_on: Callable[[], Operation]) -> Operation:
             if len(asked) == 2:  # one of those has been answered, else this one would not be asked for
                 stop(pid)
-            operation = get(form, *given, **named)
+            operation = go_on()
             asked.append((form, operation))
             return operation
 
-        monkeypatch.setattr(node.stored.client, "get", slower)
+        pid = intercept(node, monkeypatch, Verb.GET, slower)
         node.fetch(keys)
         os.kill(pid, signal.SIGCONT)
         outcomes = [outcome for form, operation in asked if form == 0 for outcome in operation.answer.result().outcomes]
@@ -513,21 +527,14 @@ def test_a_store_that_becomes_slow_gives_what_has_come_by_the_deadline(monkeypat
 def test_a_process_that_is_killed_in_the_middle_loses_nothing_but_time(files: Node, monkeypatch: pytest.MonkeyPatch):
     keys = new_keys(5)
 
-    def killing(verb: str) -> int:
-        """Have the process killed while it is asked the next time; returns its pid."""
-        ask, pid = getattr(files.stored.client, verb), files.process.pid
+    def killed(_: int, go_on: Callable[[], Operation]) -> Operation:
+        monkeypatch.undo()
+        stop(pid)
+        operation = go_on()
+        os.kill(pid, signal.SIGKILL)
+        return operation
 
-        def killed(*given: Any, **named: Any) -> Any:
-            monkeypatch.undo()
-            stop(pid)
-            operation = ask(*given, **named)
-            os.kill(pid, signal.SIGKILL)
-            return operation
-
-        monkeypatch.setattr(files.stored.client, verb, killed)
-        return pid
-
-    pid = killing("put")
+    pid = intercept(files, monkeypatch, Verb.PUT, killed)
     held = files.computed(keys)
     files.until("it was killed", lambda: not Path(f"/proc/{pid}").exists())
     files.until_ready()
@@ -535,7 +542,7 @@ def test_a_process_that_is_killed_in_the_middle_loses_nothing_but_time(files: No
     assert files.held(keys) == held, "the host has it still"
     keys = new_keys(5)
     held = files.left_in_store(keys)
-    killing("get")
+    pid = intercept(files, monkeypatch, Verb.GET, killed)
     files.fetch(keys)
     assert files.held(keys) == []
     files.all_free()

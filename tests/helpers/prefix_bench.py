@@ -12,9 +12,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.readers import Admitted
-from kvbridge.tier.retention import Claim
+from kvbridge.tier.prefix_cache import Admitted, PrefixCache
+from kvbridge.tier.victims import Claim
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 

@@ -186,7 +186,7 @@ class PrefillNode(RuleBasedStateMachine):
                 keys[at] for at in range(len(path))
             ]
             for at in np.flatnonzero(index.device.checkpointed(path)).tolist():
-                assert [self.swa[page] for page in index.device.checkpoints.pages(int(path[at])).tolist()] == [keys[at]]
+                assert [self.swa[page] for page in index.device.checkpoint_pages(int(path[at])).tolist()] == [keys[at]]
 
     def teardown(self) -> None:
         """When every room has been ended and everybody is quiet, nothing but the cache has pages."""

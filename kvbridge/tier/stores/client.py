@@ -1,9 +1,9 @@
-"""A node's end of its store: orders with deadlines to a process of its own, which the client keeps running and can kill.
+"""A node's side of its store: orders with deadlines to a process of its own, which the client keeps running and can kill.
 
-An order has an answer by its deadline, whatever the store does. Its pages are another matter: a store that does not answer may go
-on reading or writing them. An operation therefore has two ends, `answer` and `settled`. When an operation is not settled soon after
-its deadline, the client kills the process, and the operation is settled when the process has ended. Nothing is lost with a process:
-the store keeps what it has, and orders under way are misses.
+An order has an answer by its deadline, whatever the store does. A store that does not answer may still read or write the order's
+pages. An operation therefore has two ends, `answer` and `settled`. When an operation is not settled soon after its deadline, the
+client kills the process, and the operation is settled when the process has ended. Nothing is lost with a process: the store keeps
+what it has, and orders under way are misses.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Generator, Iterable, Sequence
 from enum import StrEnum
 from typing import Any
 
-import numpy as np
 import structlog
 
 from kvbridge.config.tier import StoreLimits, StoreSettings
 from kvbridge.core.wire.codec import FrameError
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.processes import ChildEnd, SupervisedChild
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.stores.base import (
     BAD,
     LENGTH,
@@ -41,15 +40,14 @@ from kvbridge.tier.stores.base import (
     framed,
     length_of,
 )
-from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, names_of, object_name
+from kvbridge.tier.stores.objects import NO_PAGES, ObjectForm, PageIds, check_request, names_of, object_name
 
 log = structlog.get_logger(__name__)
 
 CALLS = 4
 """Orders that a process works on at once."""
-NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
 FIRST_OPEN_S, LONGEST_OPEN_S = 1.0, 30.0
-"""For so long a breaker stays open."""
+"""A breaker stays open for so long."""
 
 
 class BreakerState(StrEnum):
@@ -58,38 +56,35 @@ class BreakerState(StrEnum):
     CLOSED = "closed"
     """The store is asked."""
     OPEN = "open"
-    """The store is not asked: it has failed too often."""
+    """The store has failed too often, and is not asked."""
     HALF_OPEN = "half_open"
-    """One request tries whether it works again; all others are answered as if the breaker were open."""
+    """One request tries whether the store works again; for all others the breaker is open."""
 
 
 class Breaker:
-    """Opens after `failures` in a row, lets one request through after a pause, and doubles the pause while that fails, too."""
+    """Opens after so many failures in a row, then lets one request through after a pause, twice as long after each failure."""
 
-    def __init__(self, failures: int = 3) -> None:
+    def __init__(self, failures: int) -> None:
         self.state = BreakerState.CLOSED
         self._limit = failures
         self._failures = 0
         self._pause_s = FIRST_OPEN_S
         self._until_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Breaker {self.state}: {self._failures} failures in a row, pause {self._pause_s:g} s>"
-
     def admits(self, now_s: float) -> bool:
-        """Return whether a request goes to the store now. `success` or `failure` follows each that does."""
+        """Return whether a request goes to the store now. The caller reports `success` or `failure` of each that does."""
         if self.state is BreakerState.OPEN and now_s >= self._until_s:
             self.state = BreakerState.HALF_OPEN
             return True
         return self.state is BreakerState.CLOSED
 
     def success(self) -> None:
-        """Close: the store has answered, be it with a miss. While open, the answer is to an older request, and proves nothing."""
+        """Close: the store has answered, perhaps with a miss. An answer while open is to an older request, and proves nothing."""
         if self.state is not BreakerState.OPEN:
             self.state, self._failures, self._pause_s = BreakerState.CLOSED, 0, FIRST_OPEN_S
 
     def failure(self, now_s: float) -> None:
-        """Count a request that the store did not answer, or answered that it cannot. While open, this is nothing new."""
+        """Count a request that the store could not carry out. A failure while open is of an older request, and is nothing new."""
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN:
             self._pause_s = min(LONGEST_OPEN_S, 2 * self._pause_s)
@@ -99,15 +94,15 @@ class Breaker:
 
 
 class FailedKeys:
-    """Names whose objects were missing or bad a moment ago: the store is not asked for them before `keep_s` has passed."""
+    """Names of objects that were missing or bad less than `keep_s` ago: the store is not asked for them."""
 
-    def __init__(self, keep_s: float = 5.0, most: int = 10_000) -> None:
-        """At most `most` are remembered; the oldest go first."""
+    def __init__(self, keep_s: float, most: int = 10_000) -> None:
+        """`most`: the most names that are remembered; the oldest go first."""
         self._keep_s, self._most = keep_s, most
         self._until_s: OrderedDict[str, float] = OrderedDict()
 
     def add(self, names: Iterable[str], now_s: float) -> None:
-        """Remember names whose objects have just been found missing or bad."""
+        """Remember names."""
         for name in names:
             self._until_s[name] = now_s + self._keep_s
             self._until_s.move_to_end(name)
@@ -120,26 +115,26 @@ class FailedKeys:
             self._until_s.pop(name, None)
 
     def has(self, name: str, now_s: float) -> bool:
-        """Return whether it is still remembered."""
+        """Return whether a name is remembered."""
         return now_s < self._until_s.get(name, now_s)
 
 
 class Operation:
-    """One order. `await` it for its answer; giving that up changes nothing."""
+    """One order. `await` it for its answer; a caller who stops waiting changes nothing."""
 
     def __init__(self, verb: Verb, form: ObjectForm, names: list[str]) -> None:
         loop = asyncio.get_running_loop()
         self.verb, self.form, self.names = verb, form, names
         self.asked: list[int] = []
-        """The objects that the store was asked for, by position."""
+        """Positions of the objects that the store was asked for."""
         self.answer: asyncio.Future[Answer] = loop.create_future()
-        """There by the deadline. Its `settled` was so at that time."""
+        """Done by the deadline. `Answer.settled` is as of that time."""
         self.settled: asyncio.Future[None] = loop.create_future()
-        """Done when nothing touches the pages of the order any more. Several may wait for it: shield it."""
+        """Done when nothing touches the pages of the order any more. Several may wait for it, so shield it."""
         self.judged = False
-        """True once the store has been judged by the answer."""
+        """True once the breaker has counted the answer."""
         self.answered_before = 0
-        """Number of orders that the store had answered when it was given this one."""
+        """Number of orders that the store had answered when it got this one."""
         self.timer: asyncio.TimerHandle | None = None
 
     def __await__(self) -> Generator[Any, None, Answer]:
@@ -147,7 +142,7 @@ class Operation:
 
 
 class StoreClient:
-    """A store, by means of a process of its own. Used in one running loop: `start` it, and `close` it."""
+    """A store in a process of its own. Used in one running loop: `start` it, and `close` it."""
 
     def __init__(
         self,
@@ -158,9 +153,9 @@ class StoreClient:
         model: str = "",
         log_level: str = "info",
     ) -> None:
-        """`forms`: of each kind of object the regions of host memory that its pages lie in; orders name them by position.
+        """`forms`: for each kind of object, the regions of host memory that its pages lie in; orders name forms by position.
 
-        `model`: see ObjectForm. Raises InvalidInputError for regions that cannot be objects, or that no message holds.
+        `model`: see ObjectForm. Raises InvalidInputError for regions that cannot be objects, or do not fit in a message.
         """
         self._limits = limits or StoreLimits()
         self._forms = [ObjectForm((shared.region for shared in form), model) for form in forms]
@@ -172,24 +167,24 @@ class StoreClient:
         self._child = SupervisedChild("the store process", self._live, self._ended)
         self._closing = False
         self.capabilities: Capabilities | None = None
-        """Those of the store, while the process takes orders."""
+        """The store's, while the process takes orders, else None."""
         self.why_not = "the store process has not been started"
-        """The reason why it takes none, else."""
+        """The reason why the process takes no orders."""
         self._under_way: dict[int, Operation] = {}
-        """All that is not settled, by number."""
+        """Operations that are not settled, by number."""
         self._answered = 0
         """Number of orders that the store has answered in time."""
         self._number = 0
         self._failed = FailedKeys(self._limits.remember_s)
         self.breaker = Breaker(self._limits.failures)
         self.counts: Counter[tuple[Verb, Outcome]] = Counter()
-        """Objects, by what was asked and how it ended."""
+        """Numbers of objects, by request and outcome."""
         self.moved_bytes: Counter[Verb] = Counter()
-        """Bytes of pages that were put or got, whole."""
+        """Bytes of whole pages that were put or got."""
 
     @property
     def pid(self) -> int:
-        """Process id of the one that runs, else 0."""
+        """The id of the process that runs, else 0."""
         return self._child.pid
 
     @property
@@ -198,15 +193,15 @@ class StoreClient:
         return list(self._under_way.values())
 
     def start(self) -> None:
-        """Keep a process running from now on. Until it is ready (it has `capabilities`), the store is `unreachable`."""
+        """Keep a process running from now on. Until the process is ready, every order is UNREACHABLE."""
         self._child.start()
 
     async def failed(self) -> None:
-        """Raise when the process, once started, is not looked after any more, by a defect."""
+        """Raise when the process is not supervised any more, by a defect."""
         await self._child.failed()
 
     async def close(self, timeout_s: float) -> None:
-        """Let what is under way end, then the process, each within half of the time. Afterwards everything is settled."""
+        """Let operations end, then the process, each within half of the time. Afterwards every operation is settled."""
         waits = [operation.settled for operation in self._under_way.values()]
         if waits:
             await asyncio.wait(waits, timeout=timeout_s / 2)
@@ -221,31 +216,14 @@ class StoreClient:
 
     # ------------------------------------------------------------------ orders
 
-    def put(self, form: int, keys: Keys, pages: PageIds, *, timeout_s: float) -> Operation:
-        """Begin to store whole pages that nobody writes: each `stored`, `full`, `timed_out` or `unreachable`.
+    def begin(
+        self, verb: Verb, form: int, keys: Keys = NO_KEYS, pages: PageIds = NO_PAGES, *, timeout_s: float
+    ) -> Operation:
+        """Begin a request; see Verb for the outcomes. Raises InvalidInputError for what can never work.
 
-        `pages`: int32 of shape (keys, spaces of the form, in the order of their names); in use until the operation is settled. As
-        all verbs: at most `BATCH_LIMIT` objects, better `capabilities.batch`; raises InvalidInputError for what can never work.
+        `keys`: none for CLEAR, else at most `BATCH_LIMIT`, better `capabilities.batch`. `pages`, for PUT and GET: int32 of shape
+        (keys, spaces of the form, in the order of their names); in use until the operation is settled.
         """
-        return self._begin(Verb.PUT, form, keys, pages, timeout_s)
-
-    def get(self, form: int, keys: Keys, pages: PageIds, *, timeout_s: float) -> Operation:
-        """Begin to fill pages: each a `hit`, every byte compared, or a miss by its kind, and then undefined. Else as `put`."""
-        return self._begin(Verb.GET, form, keys, pages, timeout_s)
-
-    def has(self, form: int, keys: Keys, *, timeout_s: float) -> Operation:
-        """Begin to ask which objects are `present` or `absent`."""
-        return self._begin(Verb.HAS, form, keys, NO_PAGES, timeout_s)
-
-    def drop(self, form: int, keys: Keys, *, timeout_s: float) -> Operation:
-        """Begin to remove objects."""
-        return self._begin(Verb.DROP, form, keys, NO_PAGES, timeout_s)
-
-    def clear(self, form: int, *, timeout_s: float) -> Operation:
-        """Begin to remove all objects of a form, whoever has put them there: one outcome for all, `dropped` or why not."""
-        return self._begin(Verb.CLEAR, form, Keys(), NO_PAGES, timeout_s)
-
-    def _begin(self, verb: Verb, form: int, keys: Keys, pages: PageIds, timeout_s: float) -> Operation:
         known = self._forms[form] if verb is Verb.CLEAR else check_request(self._forms, form, keys)
         if verb in {Verb.PUT, Verb.GET}:
             known.check(pages, len(keys))
@@ -257,7 +235,7 @@ class StoreClient:
         operation.asked = [
             index for index, name in enumerate(operation.names) if not (remembers and self._failed.has(name, now_s))
         ]
-        without = Answer.of_all(Outcome.ABSENT, len(names), detail="it was missing a moment ago")
+        without = Answer.of_all(Outcome.ABSENT, len(names), detail="the object was missing a moment ago")
         is_ready = self.capabilities is not None
         if operation.asked and not (is_ready and self.breaker.admits(now_s)):
             why = "the store has failed too often, and is asked again after a pause" if is_ready else self.why_not
@@ -291,7 +269,7 @@ class StoreClient:
     def _on_report(self, report: StoreReport) -> None:
         operation = self._under_way.get(report.number)
         if operation is None or len(report.outcomes) != len(operation.asked):
-            self._kill(f"it answered order {report.number}, which it was not given so")
+            self._kill(f"it answered order {report.number}, which it was not given in that form")
             return
         if not operation.judged:
             outcomes = [Outcome.ABSENT] * len(operation.names)
@@ -302,24 +280,26 @@ class StoreClient:
             del self._under_way[report.number]
             self._settle(operation)
         else:
-            self._kill(f"a {operation.verb} has ended in the store, but not for its pages: {report.detail}")
+            self._kill(f"a {operation.verb} has ended, but the store may still touch its pages: {report.detail}")
 
     def _late(self, number: int, timeout_s: float) -> None:
         operation = self._under_way[number]
         detail = f"the store did not answer within {timeout_s:g} s"
         self._judge(operation, Answer.of_all(Outcome.TIMED_OUT, len(operation.names), settled=False, detail=detail))
-        why = f"it did not end a {operation.verb} within {self._limits.settle_s:g} s of its deadline"
+        why = (
+            f"a {operation.verb} did not end within {self._limits.settle_s:g} s of its deadline (store_limits.settle_s)"
+        )
         operation.timer = asyncio.get_running_loop().call_later(self._limits.settle_s, self._kill, why)
 
     def _judge(self, operation: Operation, answer: Answer) -> None:
-        """Give the answer of an order that the store was asked, and note what it says about the store."""
+        """Give the answer of an order, and count what it says about the store."""
         operation.judged = True
         before, now_s = self.breaker.state, asyncio.get_running_loop().time()
         is_busy = Outcome.UNREACHABLE not in answer.outcomes and self._answered > operation.answered_before
         if not answer.failed:
             self._answered += 1
             self.breaker.success()
-        elif not is_busy:  # an answer that is late behind others of ours says nothing against a store that gives those
+        elif not is_busy:  # a store that answers other orders meanwhile is not down, only slow
             self.breaker.failure(now_s)
         if self.breaker.state is not before:
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
@@ -354,7 +334,8 @@ class StoreClient:
         assert process.stdout is not None
         process.stdin.write(self._setup)
         start_s = self._limits.start_s
-        late = asyncio.get_running_loop().call_later(start_s, self._kill, f"it was not ready after {start_s:g} s")
+        why = f"it was not ready within {start_s:g} s (store_limits.start_s)"
+        late = asyncio.get_running_loop().call_later(start_s, self._kill, why)
         try:
             await self._read(process.stdout, late)
             self._take_no_more("its output has ended")
@@ -365,7 +346,7 @@ class StoreClient:
             late.cancel()
 
     async def _read(self, reader: asyncio.StreamReader, late: asyncio.TimerHandle) -> None:
-        """Take what the process says until its output ends, which ends the process. `late` ends a process that is not ready."""
+        """Take the process's messages until its output ends. `late` kills a process that is not ready in time."""
         try:
             while True:
                 length = length_of(await reader.readexactly(LENGTH.size))
@@ -376,16 +357,16 @@ class StoreClient:
                             self.capabilities, self.why_not = ready.capabilities, ""
                             log.info("store_process_ready", pid=self.pid, store=ready.capabilities.kind)
                     case StoreFailed() as failed:
-                        self._child.why = f"it cannot serve: {failed.message}"
+                        self._child.why = f"it cannot open the store, or go on with it: {failed.message}"
                     case StoreReport() as report:
                         self._on_report(report)
         except (asyncio.IncompleteReadError, OSError):
-            return  # it ends, or has been told to
+            return  # the process ends
         except FrameError as error:
-            self._kill(f"it said what no store process says: {error}")
+            self._kill(f"it sent what is no message of a store process: {error}")
 
     def _ended(self, end: ChildEnd) -> None:
-        """Settle everything: the process has ended, and with it all reading and writing of pages."""
+        """Settle everything: the process has ended, so nothing reads or writes pages any more."""
         reason = end.why or end.how
         self._take_no_more(f"the store process has ended: {reason}")
         operations, self._under_way = list(self._under_way.values()), {}
@@ -395,7 +376,8 @@ class StoreClient:
                 self._judge(operation, Answer.of_all(Outcome.UNREACHABLE, len(operation.names), detail=detail))
             self._settle(operation)
         if not self._closing:
-            log.error("store_process_gone", reason=reason)
+            remedy = "it is started again after a pause; until then prefixes that only the store has are computed"
+            log.error("store_process_gone", reason=reason, remedy=remedy)
 
     def _take_no_more(self, why: str) -> None:
         self.capabilities, self.why_not = None, why

@@ -147,11 +147,11 @@ async def test_a_start_that_fails_is_reported_and_tried_again(tmp_path, monkeypa
     try:
         subject.start()
         async with asyncio.timeout(LIMIT_S):
-            assert "start failed: [Errno 24] Too many open files" in await reports.get()
+            assert "the process could not be started: [Errno 24] Too many open files" in await reports.get()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     async with asyncio.timeout(LIMIT_S):
-        while (told := await reports.get()).startswith("start failed"):
+        while (told := await reports.get()).startswith("the process could not be started"):
             pass
     assert told.startswith("exit code"), "a process was started, and found nobody to serve"
     await subject.stop(1.0, "the test is over")

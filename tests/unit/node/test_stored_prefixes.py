@@ -52,12 +52,13 @@ class Store:
         if end:
             self.objects[ENDS].add(keys[-1])
 
-    def has(self, form: int, keys: Keys, *, timeout_s: float) -> Operation:
-        operation = self._answer(Verb.HAS, form, keys, Outcome.PRESENT, timeout_s)
-        operation.answer.add_done_callback(lambda _: self.has_answered())
-        return operation
-
-    def get(self, form: int, keys: Keys, pages: np.ndarray, *, timeout_s: float) -> Operation:
+    def begin(
+        self, verb: Verb, form: int, keys: Keys, pages: np.ndarray | None = None, *, timeout_s: float
+    ) -> Operation:
+        if verb is Verb.HAS:
+            operation = self._answer(Verb.HAS, form, keys, Outcome.PRESENT, timeout_s)
+            operation.answer.add_done_callback(lambda _: self.has_answered())
+            return operation
         self.asked.append(keys)
         self.was_asked.set()
         if self.raises is not None:

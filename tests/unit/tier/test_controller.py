@@ -11,9 +11,8 @@ import pytest
 
 from kvbridge.config.tier import BackupPolicy, HostBackup
 from kvbridge.pool.accounts.pages import PageState
-from kvbridge.tier import controller as backup_controller
-from kvbridge.tier.controller import BackupController
-from kvbridge.tier.host_copies import Backup
+from kvbridge.tier import host_copies
+from kvbridge.tier.host_copies import Backup, BackupController
 from tests.helpers.prefix_bench import FULL, FULL_COPY, SWA, SWA_COPY, PrefixBench, keys
 
 THROUGH, SELECTIVE, BACK = BackupPolicy
@@ -25,7 +24,7 @@ class Bench(PrefixBench):
     def __init__(self, *, device: int = 16, host: int = 32, **settings: object) -> None:
         super().__init__({FULL: device, SWA: 1, FULL_COPY: host, SWA_COPY: 1}, restores=False)
         backup = HostBackup.model_validate(settings)
-        self.controller = BackupController(self.cache, self.copies, self.book, backup, clock=self.clock)
+        self.cache.controller = self.controller = BackupController(self.copies, backup, clock=self.clock)
 
     def begin(self) -> list[Backup]:
         return self.controller.begin(self.new_owner)
@@ -95,11 +94,11 @@ def test_what_fails_frees_its_own_copies_and_is_tried_again_later(make):
     assert (bench.count(FULL_COPY, PageState.CACHED), bench.count(FULL_COPY, PageState.FREE)) == (0, 32)
     assert bench.cache.known(keys("a", 3)) == 3, "nothing else has changed"
     assert bench.order() == 0, "not at once"
-    bench.clock.advance(backup_controller.FIRST_PAUSE_S)
+    bench.clock.advance(host_copies.FIRST_PAUSE_S)
     assert bench.order(done=False) == 3
-    bench.clock.advance(backup_controller.FIRST_PAUSE_S)
+    bench.clock.advance(host_copies.FIRST_PAUSE_S)
     assert bench.order() == 0, "twice as long after the second failure"
-    bench.clock.advance(backup_controller.FIRST_PAUSE_S)
+    bench.clock.advance(host_copies.FIRST_PAUSE_S)
     assert bench.order() == 3
     assert bench.on_host("a", 3) == 3
 
@@ -124,7 +123,7 @@ def test_a_host_that_is_read_as_a_whole_costs_no_order_more_than_a_few_looks(mak
     waiting = bench.controller.waiting
     assert waiting >= 150
     assert bench.begin() == []
-    assert len(tried) == backup_controller.MOST_IN_VAIN < waiting
+    assert len(tried) == host_copies.MOST_IN_VAIN < waiting
     while bench.controller.waiting:
         before = bench.controller.waiting
         assert bench.begin() == []

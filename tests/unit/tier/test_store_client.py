@@ -57,10 +57,10 @@ class Case:
 
     def get(self, keys=None, *pages: int):
         keys = keys or new_keys(1)
-        return self.client.get(0, keys, ids(*(pages or range(len(keys)))), timeout_s=TIMEOUT_S)
+        return self.client.begin(Verb.GET, 0, keys, ids(*(pages or range(len(keys)))), timeout_s=TIMEOUT_S)
 
     def put(self, keys):
-        return self.client.put(0, keys, ids(*range(len(keys))), timeout_s=TIMEOUT_S)
+        return self.client.begin(Verb.PUT, 0, keys, ids(*range(len(keys))), timeout_s=TIMEOUT_S)
 
     def report(self, *outcomes: Outcome, settled: bool = True, number: int = 0) -> None:
         number = number or self.orders[-1].number
