@@ -24,7 +24,7 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.rooms import DecodeRooms
-from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.telemetry.facts import MessagesResent
 
 KEPT_SHARE = 4
@@ -36,23 +36,18 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     parts = NodeParts(config, Role.DECODE)
     links = PrefillLinks(parts)
     nodes = PrefillNodes(parts.description, links, parts.events)
-    fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)
-    rooms = DecodeRooms(
-        parts.room_parts,
-        RoomSettings(
-            geometry=parts.geometry,
-            limits=config.timeouts,
-            shares_prefixes=config.tier.enabled,
-            keeps_answers=config.tier.generated,
-            adopted=parts.adopted,
-            host=parts.layout.host_kinds,
-            digest=config.integrity.digest,
-        ),
-        nodes,
-        fence,
+    fence = Fence(parts.workers, parts.events, fence_s=config.timeouts.fence_s)
+    settings = RoomSettings(
+        geometry=parts.geometry,
+        limits=config.timeouts,
+        shares_prefixes=config.tier.enabled,
+        keeps_answers=config.tier.generated,
+        adopted=parts.adopted,
+        host=parts.layout.host_kinds,
+        digest=config.integrity.digest,
     )
-    fence.watch(rooms.writers)
-    nodes.writers = rooms.writers
+    pages = RoomPages(parts.book, settings, parts.events, parts.prefixes, parts.stored)
+    rooms = DecodeRooms(pages, parts.workers, parts.engines, nodes, fence)
     links.serve(nodes, rooms, fence)
     parts.workers.serve(
         links.worker_ready,

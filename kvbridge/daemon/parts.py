@@ -26,9 +26,8 @@ from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.kept_journal import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.layout import NodeConfig, load_geometry, plan_memory
 from kvbridge.daemon.memory import NodeMemory
-from kvbridge.node.backups import Backups, CopyLimits
+from kvbridge.node.backups import Backups
 from kvbridge.node.engines import Engines
-from kvbridge.node.rooms import RoomParts
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import Reports, WorkerSet
 from kvbridge.pool.memory.layout import even_boundaries
@@ -128,9 +127,15 @@ class NodeParts:
         """Copies host pages to a store below host memory and back; None without a store."""
         tier, copies = config.tier, None if self.prefixes is None else self.prefixes.copies
         if self.prefixes is not None and copies is not None and tier.host is not None:
-            limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=tier.host.backup.link_share)
             self.prefixes.controller = controller = BackupController(copies, tier.host.backup)
-            self.backups = Backups(controller, self.workers, self.book, self.events, limits)
+            self.backups = Backups(
+                controller,
+                self.workers,
+                self.book,
+                self.events,
+                copy_s=config.timeouts.copy_s,
+                link_share=tier.host.backup.link_share,
+            )
         if self.prefixes is not None and copies is not None and tier.store is not None:
             self.stored = StoredPrefixes(self.prefixes, copies, self.book, tier, self.geometry)
 
@@ -168,18 +173,6 @@ class NodeParts:
             retained_share=config.tier.retained_share,
         )
         return PrefixCache(self.book, index, restores=True)
-
-    @property
-    def room_parts(self) -> RoomParts:
-        """The parts that rooms use."""
-        return RoomParts(
-            book=self.book,
-            workers=self.workers,
-            engines=self.engines,
-            events=self.events,
-            prefixes=self.prefixes,
-            store=self.stored,
-        )
 
     @property
     def adopted(self) -> bool:

@@ -21,6 +21,7 @@ from kvbridge.daemon.links import Links
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.prefill.decode_nodes import DecodeNodes, Ended
+from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.telemetry.facts import MessagesResent
@@ -52,20 +53,17 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         parts.events,
         check_s=config.timeouts.handshake_s,
     )
-    rooms = PrefillRooms(
-        parts.room_parts,
-        RoomSettings(
-            geometry=parts.geometry,
-            limits=config.timeouts,
-            # A node that keeps nothing itself states its engines' keys all the same, since decode keeps nothing without them.
-            shares_prefixes=config.tier.model is not None,
-            checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
-            part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
-            adopted=parts.adopted,
-        ),
-        nodes,
+    settings = RoomSettings(
+        geometry=parts.geometry,
+        limits=config.timeouts,
+        # A node that keeps nothing itself states its engines' keys all the same, since decode keeps nothing without them.
+        shares_prefixes=config.tier.model is not None,
+        checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
+        part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
+        adopted=parts.adopted,
     )
-    nodes.rooms = rooms
+    pages = PrefillPages(parts.book, settings, parts.events, parts.prefixes, parts.stored)
+    rooms = PrefillRooms(pages, parts.workers, parts.engines, nodes)
     links.serve(nodes, rooms)
     parts.workers.serve(
         links.worker_ready,

@@ -1,4 +1,4 @@
-"""Backups of a node on their way: copy orders to its rank workers, and their answers.
+"""Copies of cached pages to host memory: orders to the rank workers of a node, one at a time, and their answers.
 
 An order is done when every rank has proved its copy. When a rank fails, ends, or says nothing within `timeouts.copy_s`, the host
 pages that were reserved for the order go back, and nothing else changes: the pages are on the device as before. Host pages that a
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
-import structlog
 
 from kvbridge.core.errors import DeadlineError
 from kvbridge.core.geometry.tiers import copy_space
@@ -27,8 +26,6 @@ from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.facts import CopyEnded, EventStream
 from kvbridge.tier.host_copies import Backup, BackupController
 
-log = structlog.get_logger(__name__)
-
 
 @dataclass(eq=False)
 class _Order:
@@ -37,7 +34,6 @@ class _Order:
     owing: set[Rank]
     """Ranks that have not answered."""
     begun_s: float
-    until_s: float
     writing: set[Rank] = field(default_factory=set)
     """Ranks that may still write, although nobody waits for them any more."""
     bytes: int = 0
@@ -45,6 +41,8 @@ class _Order:
     """Copy time of the slowest rank."""
     code: str = ""
     reason: str = ""
+    is_over: bool = False
+    """The copies are kept or given up; ranks that are `writing` hold their host pages in quarantine."""
 
     def fail(self, code: str, reason: str) -> None:
         """Note the first cause."""
@@ -56,14 +54,6 @@ class _Order:
         return sum(backup.pages for backup in self.backups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyLimits:
-    """The limits of an order: `timeouts.copy_s` and `tier.host.backup.link_share`."""
-
-    copy_s: float
-    link_share: float
-
-
 @dataclass
 class Backups:
     """Carries out the decisions of a BackupController. Called from the event loop's thread only."""
@@ -72,11 +62,12 @@ class Backups:
     workers: WorkerSet
     book: PageBook
     events: EventStream
-    limits: CopyLimits
+    copy_s: float
+    """`timeouts.copy_s`."""
+    link_share: float
+    """`tier.host.backup.link_share`."""
     clock: Clock = monotonic
     _order: _Order | None = None
-    _late: dict[int, _Order] = field(default_factory=dict)
-    """Failed orders that a rank may still be carrying out."""
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _owners: count[int] = field(default_factory=lambda: count(1))
 
@@ -87,44 +78,49 @@ class Backups:
         """Return an owner for the pages of one copy between tiers; each is new on this node."""
         return Owner(NO_ROOM, next(self._owners))
 
+    @property
+    def pages_in_flight(self) -> int:
+        """Count the pages that rank workers are copying."""
+        return 0 if self._order is None or self._order.is_over else self._order.pages
+
     def tick(self) -> None:
         """Give up an order that takes too long, and begin the next one when there is something to copy."""
         order = self._order
-        if order is not None and order.until_s <= self.clock():
+        if order is not None and not order.is_over and order.begun_s + self.copy_s <= self.clock():
             ranks = ", ".join(sorted(map(str, order.owing)))
             order.fail(DeadlineError.code, f"rank workers {ranks} have not copied it (limit: timeouts.copy_s)")
             order.writing |= order.owing
             order.owing.clear()
-            self._conclude(order)
+            self._settle(order)
         self._begin()
 
     def _begin(self) -> None:
-        if self._order is not None or self._late or self.workers.missing():
+        if self._order is not None or self.workers.missing():
             return
         number = next(self._numbers)
         backups = self.controller.begin(self.new_owner)
         if not backups:
             return
-        now_s = self.clock()
-        self._order = _Order(number, backups, set(self.workers.layers), now_s, now_s + self.limits.copy_s)
-        order = CopyPages(order=number, moves=_merged(backups), link_share=self.limits.link_share)
+        self._order = _Order(number, backups, set(self.workers.layers), self.clock())
+        order = CopyPages(order=number, moves=_merged(backups), link_share=self.link_share)
         for rank in self.workers.layers:
             self.workers.send(rank, order)
 
     def copied(self, message: PagesCopied) -> None:
         """Take a rank's answer to an order. An answer that nobody waits for (any more) can only end a quarantine."""
         rank, order = message.rank, self._order
-        if order is None or order.number != message.order or rank not in order.owing:
-            if message.quiet:
-                self._quiet(rank, message.order)
+        if order is None or order.number != message.order:
             return
-        order.owing.discard(rank)
-        order.bytes += message.bytes
-        order.busy_s = max(order.busy_s, message.seconds)
-        if message.error_code:
-            order.fail(message.error_code, f"rank worker {rank}: {message.error}")
-        if not message.quiet:
-            order.writing.add(rank)
+        if rank in order.owing:
+            order.owing.discard(rank)
+            order.bytes += message.bytes
+            order.busy_s = max(order.busy_s, message.seconds)
+            if message.error_code:
+                order.fail(message.error_code, f"rank worker {rank}: {message.error}")
+            if not message.quiet:
+                order.writing.add(rank)
+        elif message.quiet:
+            order.writing.discard(rank)
         self._settle(order)
 
     def gone(self, rank: Rank, reason: str) -> None:
@@ -135,38 +131,27 @@ class Backups:
             order.owing.discard(rank)
             order.writing.discard(rank)
             self._settle(order)
-        for number in list(self._late):
-            self._quiet(rank, number)
 
     def _settle(self, order: _Order) -> None:
-        if not order.owing:
+        """End an order whose ranks have all answered or had their time; free its host pages when no rank writes them any more."""
+        if order.owing:
+            return
+        if not order.is_over:
             self._conclude(order)
+        elif not order.writing:
+            for backup in order.backups:
+                self.book.release_quarantined(backup.owner)
+        if not order.writing:
+            self._order = None
             self._begin()
 
-    def _quiet(self, rank: Rank, number: int) -> None:
-        """Note that a rank writes no more for a failed order: when no rank does, the order's host pages are free."""
-        if self._order is not None and self._order.number == number:
-            self._order.writing.discard(rank)
-        late = self._late.get(number)
-        if late is None:
-            return
-        late.writing.discard(rank)
-        if not late.writing:
-            del self._late[number]
-            for backup in late.backups:
-                self.book.release_quarantined(backup.owner)
-
     def _conclude(self, order: _Order) -> None:
-        """End an order whose ranks have all answered, or had their time."""
-        self._order = None
+        order.is_over = True
         if order.writing:
             ranks = ", ".join(sorted(map(str, order.writing)))
-            why = (
-                f"backup order {order.number}: rank workers {ranks} may still write to its host copies; {order.reason}"
-            )
-            self._late[order.number] = order
+            why = f"rank workers {ranks} may still write to its host copies; {order.reason}"
             for backup in order.backups:
-                self.book.quarantine(backup.owner, why)
+                self.book.quarantine(backup.owner, f"backup order {order.number}: {why}")
         self.controller.ended(order.backups, done=not order.code)
         self.events.emit(
             CopyEnded(
@@ -179,11 +164,6 @@ class Backups:
                 reason=order.reason,
             )
         )
-
-    @property
-    def pages_in_flight(self) -> int:
-        """Count the pages that rank workers are copying."""
-        return 0 if self._order is None else self._order.pages
 
 
 def _merged(backups: Sequence[Backup]) -> tuple[PageMove, ...]:

@@ -1,8 +1,8 @@
 """The engine processes of a node: who is attached for which ranks, their calls, and the rooms that they admit themselves.
 
-An engine that dies is noticed through its connection, not through silence: a synchronous engine may compute for minutes without a
-word. Its rooms fail when the connection ends. Its pages come back when it has said that it is through with them (Detach), or when
-its process has ended: the connection of a killed process ends first, and its GPU writes on for a while.
+The end of an engine is noticed by its connection, not by silence: a synchronous engine may compute for minutes without a word. The
+engine's rooms fail when the connection ends. The pages come back when the engine has said that it is through with them (Detach), or
+when its process has ended: the connection of a killed process ends first, and its GPU writes on for a while.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import structlog
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.api.status import EngineStatus
-from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -77,18 +76,17 @@ class AttachedEngine:
 class Engines:
     """The engines of one node. Called from the event loop's thread only."""
 
+    _rooms: Rooms[Any]
+    _admission: AdmissionController
+    _pid: Callable[[str], int]
+    _answer_attach: Callable[[int, tuple[Rank, ...]], Attached]
+
     def __init__(self, send: Callable[[str, NodeToEngine], None], ranks: tuple[Rank, ...], events: EventStream) -> None:
         """`send(engine, message)` never raises; `ranks` are those of the node."""
-        self.send = send
-        self._ranks = ranks
-        self._events = events
+        self.send, self._ranks, self._events = send, ranks, events
         self._attached: dict[str, AttachedEngine] = {}
         self._departed: dict[str, AttachedEngine] = {}
         """Engines without a connection, for the end of whose process pages wait."""
-        self._rooms: Rooms[Any]
-        self._admission: AdmissionController
-        self._pid: Callable[[str], int]
-        self._answer_attach: Callable[[int, tuple[Rank, ...]], Attached]
 
     def serve(
         self,
@@ -98,7 +96,7 @@ class Engines:
         pid: Callable[[str], int],
         attached: Callable[[int, tuple[Rank, ...]], Attached],
     ) -> None:
-        """Say on which rooms calls are carried out; before the first call.
+        """Carry calls out on these rooms; before the first call.
 
         `pid(engine)` asks the kernel, and is 0 for a process of another pid namespace. `attached(call, ranks)` answers an attach,
         and raises NotReadyError while there is no memory to attach to.
@@ -141,17 +139,20 @@ class Engines:
         """Carry out one call and answer it. Every error becomes a Refused answer: no engine waits in vain."""
         if not isinstance(message, Call):
             return
+        retry_after_s = 0.0
         try:
             answer = self._answer(engine, message)
-        except CapacityError as error:
-            answer = _refused(message, error, retry_after_s=self._admission.retry_after_s(error))
-        except BridgeError as error:
-            answer = _refused(message, error)
         except Exception as error:
-            kind = type(message).__name__
-            log.exception("engine_call_failed", engine=engine, call=kind, room=getattr(message, "room", None))
-            reason = f"'{kind}' failed, please report it (the node's log has more): {type(error).__name__}: {error}"
-            answer = _refused(message, BridgeError(reason))
+            refusal = error
+            if isinstance(error, CapacityError):
+                retry_after_s = self._admission.retry_after_s(error)
+            elif not isinstance(error, BridgeError):
+                kind = type(message).__name__
+                log.exception("engine_call_failed", engine=engine, call=kind, room=getattr(message, "room", None))
+                text = f"'{kind}' failed, please report it (the node's log has more): {type(error).__name__}: {error}"
+                refusal = BridgeError(text)
+            text = str(refusal)[:REASON_CHARS]
+            answer = Refused(call=message.call, code=code_of(refusal), message=text, retry_after_s=retry_after_s)
         self.send(engine, answer)
         if isinstance(answer, Attached):
             for event in self._rooms.open_events():
@@ -210,7 +211,7 @@ class Engines:
         return answer
 
     def _detach(self, engine: AttachedEngine, message: Detach) -> Accepted:
-        """Fail the rooms that an engine leaves open: it uses no page any more, and nothing waits for it."""
+        """Fail the rooms that an engine leaves open; the engine uses no page any more, and nothing waits for it."""
         del self._attached[engine.name]
         self._events.emit(EngineLeft(engine=engine.name))
         self._rooms.engine_gone(engine.name, "it has left")
@@ -221,8 +222,8 @@ class Engines:
 
     def hold(self, engine: AttachedEngine, message: Hold) -> None:
         """Admit a room for a prompt that the engine computes, and carry out the calls that the message stands for."""
-        room, tokens = message.room, message.prompt_tokens
         calls: list[Call] = []
+        room, tokens = message.room, message.prompt_tokens
         if message.tables is not None:
             pages = {"tables": message.tables, "computed_tokens": message.computed_tokens}
             calls.append(Begin(call=message.call, room=room, prompt_tokens=tokens, **pages))
@@ -243,28 +244,16 @@ class Engines:
         if message.tables is not None:
             pages = {"tables": message.tables, "prefix_tokens": message.prefix_tokens}
             calls.append(Provide(call=message.call, room=message.room, **pages))
-        self._admit_own(engine, message, calls, message.prefill, held=message.held)
+        self._admit_own(engine, message, calls)
 
-    def _admit_own(
-        self,
-        engine: AttachedEngine,
-        message: Hold | Fetch,
-        calls: list[Call],
-        prefill: tuple[PeerAddress, ...] = (),
-        *,
-        held: bool = False,
-    ) -> None:
+    def _admit_own(self, engine: AttachedEngine, message: Hold | Fetch, calls: list[Call]) -> None:
         if not self._rooms.settings.adopted:
             raise ConflictError(
                 "this node owns its pools, so the pages of a room are its own to give: rooms are admitted over HTTP, or by `admit`"
             )
-        request = AdmissionRequest(
-            room=message.room,
-            generation=message.generation,
-            prompt_tokens=message.prompt_tokens,
-            prefill=prefill,
-            client=CLIENT,
-        )
+        prefill, held = (message.prefill, message.held) if isinstance(message, Fetch) else ((), False)
+        about = {"room": message.room, "generation": message.generation, "prompt_tokens": message.prompt_tokens}
+        request = AdmissionRequest(**about, prefill=prefill, client=CLIENT)
         self._admission.admit_now(request, engine=AdmittingEngine(engine.name, message.prompt_digest, held))
         try:
             for call in calls:
@@ -298,7 +287,3 @@ class Engines:
         if self._departed.pop(name, None) is not None:
             self._events.emit(EngineEnded(engine=name))
             self._rooms.engine_ended(name)
-
-
-def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:
-    return Refused(call=call.call, code=error.code, message=str(error)[:REASON_CHARS], retry_after_s=retry_after_s)

@@ -22,6 +22,7 @@ from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import Loaded
 from kvbridge.node.room import Load, Quarantine, Room
+from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, EventStream, PrefixMatched, RoomQuarantined
@@ -68,6 +69,8 @@ class RoomPages:
     events: EventStream
     prefixes: PrefixCache | None = None
     """None: nothing is shared here, and rooms have no keys."""
+    store: StoredPrefixes | None = None
+    """None: the node has no store below host memory."""
     computes: ClassVar[bool] = False
     """Prefill: an engine continues behind a prefix: it computes at least one token, and starts from the checkpoint there."""
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -29,34 +28,17 @@ from kvbridge.core.wire.messages import RoomMessage, to_wire
 from kvbridge.node.engines import AttachedEngine, Engines
 from kvbridge.node.room import OVER_HTTP, AdmittingEngine, Room, keys_of
 from kvbridge.node.room_book import RoomBook
-from kvbridge.node.room_pages import RoomPages, RoomSettings
-from kvbridge.node.stored_prefixes import StoredPrefixes
+from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
-from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids, exemplar
-from kvbridge.telemetry.facts import EventStream, PhasesEnded, PrefixesDropped, RoomEntered, RoomMessageRefused
+from kvbridge.telemetry.facts import PhasesEnded, PrefixesDropped, RoomEntered, RoomMessageRefused
 from kvbridge.tier.keys import NO_KEYS, Keys
-from kvbridge.tier.prefix_cache import PrefixCache
 
 ABORTED = "aborted"
 """Code of rooms that somebody stopped."""
 WORKER_GONE = "worker_gone"
 
 RoomT = TypeVar("RoomT", bound=Room[Any])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoomParts:
-    """The parts of a node that rooms of either role use."""
-
-    book: PageBook
-    workers: WorkerSet
-    engines: Engines
-    events: EventStream
-    prefixes: PrefixCache | None = None
-    """None: the node shares nothing."""
-    store: StoredPrefixes | None = None
-    """None: the node has no store below host memory."""
 
 
 class Rooms(ABC, Generic[RoomT]):
@@ -79,12 +61,11 @@ class Rooms(ABC, Generic[RoomT]):
     calls: Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
     """The method for each call of an engine. None as its result is answered with Accepted."""
 
-    def __init__(self, parts: RoomParts, settings: RoomSettings, pages: RoomPages, clock: Clock) -> None:
-        self.settings, self.limits, self.geometry = settings, settings.limits, settings.geometry
-        self.workers, self.engines, self.events, self.store = parts.workers, parts.engines, parts.events, parts.store
-        self.pages = pages
-        self.clock = clock
-        self.book = RoomBook[RoomT](self.role, clock=clock, keep_s=settings.limits.room_keep_s)
+    def __init__(self, pages: RoomPages, workers: WorkerSet, engines: Engines, clock: Clock) -> None:
+        self.pages, self.workers, self.engines, self.clock = pages, workers, engines, clock
+        self.events, self.store, self.settings = pages.events, pages.store, pages.settings
+        self.limits, self.geometry = self.settings.limits, self.settings.geometry
+        self.book = RoomBook[RoomT](self.role, clock=clock, keep_s=self.limits.room_keep_s)
 
     # ------------------------------------------------------------------ hooks of a role
 

@@ -35,13 +35,7 @@ _LEVELS = (
     # UCX, below NIXL: [1763806272.131415] [host:4711 :0] file.c:12  UCX  ERROR text
     re.compile(r"\bUCX\s+([FEWID])(?:ATAL|RROR|ARN|NFO|EBUG)\b"),
 )
-_LETTERS = {
-    "D": logging.DEBUG,
-    "I": logging.INFO,
-    "W": logging.WARNING,
-    "E": logging.ERROR,
-    "F": logging.CRITICAL,
-}
+_LETTERS = {"D": logging.DEBUG, "I": logging.INFO, "W": logging.WARNING, "E": logging.ERROR, "F": logging.CRITICAL}
 
 
 def level_of(text: str) -> int:

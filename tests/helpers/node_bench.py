@@ -39,10 +39,10 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.room import PrefillRoom
 from kvbridge.node.prefill.rooms import PrefillRooms
-from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.rooms import RoomParts
+from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
@@ -182,21 +182,21 @@ class PrefillBench(NodeBench):
         self._make(spaces | ({FULL_COPY: self.twins, SWA_COPY: 8} if self.twins else {}), self.twins)
         self.workers = FakeWorkers(*self.ranks, geometry=self.geometry)
         self.service = PrefillRooms(
-            RoomParts(
-                book=self.book,
-                workers=self.workers,
-                engines=self.engines,
-                events=self.events,
-                prefixes=self.prefixes,
+            PrefillPages(
+                self.book,
+                RoomSettings(
+                    geometry=self.geometry,
+                    adopted=self.adopted,
+                    shares_prefixes=self.shares_prefixes,
+                    limits=PREFILL_LIMITS,
+                    checkpoint_interval_tokens=self.interval,
+                    part_of_instance=self.part_of_instance,
+                ),
+                self.events,
+                self.prefixes,
             ),
-            RoomSettings(
-                geometry=self.geometry,
-                adopted=self.adopted,
-                shares_prefixes=self.shares_prefixes,
-                limits=PREFILL_LIMITS,
-                checkpoint_interval_tokens=self.interval,
-                part_of_instance=self.part_of_instance,
-            ),
+            self.workers,
+            self.engines,
             self.peers,
             clock=self.clock,
         )
@@ -300,22 +300,22 @@ class DecodeBench(NodeBench):
     def __post_init__(self) -> None:
         self._make({FULL: self.pages} | ({FULL_COPY: self.twins} if self.twins else {}), self.twins)
         self.service = DecodeRooms(
-            RoomParts(
-                book=self.book,
-                workers=self.ranks,
-                engines=self.engines,
-                events=self.events,
-                prefixes=self.prefixes,
-                store=self.store,
+            RoomPages(
+                self.book,
+                RoomSettings(
+                    geometry=GEOMETRY,
+                    adopted=self.adopted,
+                    shares_prefixes=self.shares_prefixes,
+                    keeps_answers=self.keeps_answers,
+                    digest=self.digest,
+                    limits=DECODE_LIMITS,
+                ),
+                self.events,
+                self.prefixes,
+                self.store,
             ),
-            RoomSettings(
-                geometry=GEOMETRY,
-                adopted=self.adopted,
-                shares_prefixes=self.shares_prefixes,
-                keeps_answers=self.keeps_answers,
-                digest=self.digest,
-                limits=DECODE_LIMITS,
-            ),
+            self.ranks,
+            self.engines,
             self.nodes,
             self.fence,
             clock=self.clock,

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from operator import xor
+from types import SimpleNamespace
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.ids import IndexSpace, PageTable
@@ -18,8 +19,7 @@ from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
-from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.rooms import RoomParts
+from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.facts import EventStream
@@ -103,36 +103,19 @@ class World(SimulatedCalls):
         self.revoked_before = dict.fromkeys(TRANSPORTS, 0)
         self.towards_rank: deque[NodeToWorker] = deque()
         """Orders of the fence to the decode node's rank worker."""
-        self.fence = Fence(
-            (R0,),
-            send=lambda rank, message: self.towards_rank.append(message),
-            events=EventStream(),
-            fence_s=30,
-            clock=self.clock,
-        )
+        told = SimpleNamespace(layers=(R0,), send=lambda rank, message: self.towards_rank.append(message))
+        self.fence = Fence(told, EventStream(), fence_s=30, clock=self.clock)
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
         self.prefixes = self.prefix_cache(self.book)
         self.decode_nodes = PrefillNodes(self.describe, OneLink(self), EventStream())
-        self.decode = DecodeRooms(
-            RoomParts(
-                book=self.book,
-                workers=self.ranks,
-                engines=self.engines,
-                events=self.events,
-                prefixes=self.prefixes,
-            ),
-            RoomSettings(
-                geometry=GEOMETRY, adopted=adopted, shares_prefixes=shares, digest=digest, limits=DECODE_LIMITS
-            ),
-            self.decode_nodes,
-            self.fence,
-            clock=self.clock,
+        settings = RoomSettings(
+            geometry=GEOMETRY, adopted=adopted, shares_prefixes=shares, digest=digest, limits=DECODE_LIMITS
         )
+        pages = RoomPages(self.book, settings, self.events, self.prefixes)
+        self.decode = DecodeRooms(pages, self.ranks, self.engines, self.decode_nodes, self.fence, clock=self.clock)
         self.decode_verbs = EngineVerbs(self.decode)
         self.admission = own_admission(self.decode, self.book, self)
-        self.fence.watch(self.decode.writers)
-        self.decode_nodes.writers = self.decode.writers
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:

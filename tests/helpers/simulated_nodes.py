@@ -40,9 +40,9 @@ from kvbridge.node.admission import AdmissionController
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import Engines as AttachedEngines
 from kvbridge.node.prefill.decode_nodes import DecodeNodes
+from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.rooms import RoomParts
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.facts import EventStream
@@ -305,14 +305,16 @@ class PrefillNode:
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
         self.service = PrefillRooms(
-            RoomParts(
-                book=self.book,
-                workers=self,
-                engines=self.engines,
-                events=world.events,
-                prefixes=self.prefixes,
+            PrefillPages(
+                self.book,
+                RoomSettings(
+                    geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=PREFILL_LIMITS
+                ),
+                world.events,
+                self.prefixes,
             ),
-            RoomSettings(geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=PREFILL_LIMITS),
+            self,
+            self.engines,
             self,
             clock=world.clock,
         )

@@ -16,7 +16,7 @@ from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
-from kvbridge.node.backups import Backups, CopyLimits
+from kvbridge.node.backups import Backups
 from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.facts import CopyEnded
@@ -47,7 +47,8 @@ class Bench(WorkerBench):
             self.workers,
             self.tier.book,
             self.events,
-            CopyLimits(copy_s=COPY_S, link_share=0.5),
+            copy_s=COPY_S,
+            link_share=0.5,
             clock=self.tier.clock,
         )
 

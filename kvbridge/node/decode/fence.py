@@ -17,7 +17,6 @@ hangs, and its successor answers in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,8 @@ import structlog
 from kvbridge.api.status import FenceStatus
 from kvbridge.core.ids import Rank
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
+from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
+from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.facts import EventStream, FenceBegan, WritersShutOut
 
@@ -53,19 +53,16 @@ class Fence:
 
     def __init__(
         self,
-        ranks: Iterable[Rank],
-        *,
-        send: Callable[[Rank, NodeToWorker], None],
+        workers: WorkerSet,
         events: EventStream,
+        *,
         fence_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        self._ranks = frozenset(ranks)
-        self._send = send
-        self._writers: Writers
-        self._events = events
-        self._fence_s = fence_s
-        self._clock = clock
+        """`fence_s`: `timeouts.fence_s`."""
+        self._workers, self._events, self._fence_s, self._clock = workers, events, fence_s, clock
+        self.writers: Writers
+        """Set before a room asks."""
         self.epoch = 0
         """The epoch of the endpoints that rank workers are to give out."""
         self.phase = FencePhase.IDLE
@@ -81,10 +78,6 @@ class Fence:
         self._earlier: set[Owner] = set()
         """Rooms that are written by the old endpoints until they end or `_until_s` has come."""
         self._until_s = 0.0
-
-    def watch(self, writers: Writers) -> None:
-        """Say who is shut out; before anybody asks."""
-        self._writers = writers
 
     def ask(self, owner: Owner) -> None:
         """Shut out all writers of a room. Harmless when it has been asked for."""
@@ -117,7 +110,7 @@ class Fence:
             if not self._missing:
                 self._wait()
         elif self.phase is FencePhase.REVOKING and rank in self._missing:
-            self._send(rank, self._revocation())
+            self._workers.send(rank, self._revocation())
 
     def revoked(self, rank: Rank, before_epoch: int) -> None:
         """Note that a rank has closed its endpoints of epochs earlier than `before_epoch`."""
@@ -131,7 +124,7 @@ class Fence:
         """Go on when the rooms that are written by the old endpoints have ended, or had their time."""
         if self.phase is not FencePhase.WAITING:
             return
-        self._earlier &= self._writers.open_offers()
+        self._earlier &= self.writers.open_offers()
         if self._earlier and self._clock() < self._until_s:
             return
         if self._earlier:
@@ -164,26 +157,26 @@ class Fence:
         self._transports = ALL if ALL in wanted else frozenset().union(*wanted)
         self.epoch += 1
         self._events.emit(FenceBegan(epoch=self.epoch, rooms=len(self._served)))
-        self.phase, self._missing = FencePhase.RENEWING, set(self._ranks)
-        for rank in self._ranks:
-            self._send(rank, RenewEndpoints(epoch=self.epoch, transports=tuple(sorted(self._transports))))
+        self.phase, self._missing = FencePhase.RENEWING, set(self._workers.layers)
+        for rank in self._workers.layers:
+            self._workers.send(rank, RenewEndpoints(epoch=self.epoch, transports=tuple(sorted(self._transports))))
 
     def _wait(self) -> None:
-        self.phase, self._earlier = FencePhase.WAITING, self._writers.open_offers() - self._left_by()
+        self.phase, self._earlier = FencePhase.WAITING, self.writers.open_offers() - self._left_by()
         self._until_s = self._clock() + self._fence_s
         self.tick()
 
     def _revoke(self) -> None:
-        self.phase, self._missing, self._earlier = FencePhase.REVOKING, set(self._ranks), set()
-        for rank in self._ranks:
-            self._send(rank, self._revocation())
+        self.phase, self._missing, self._earlier = FencePhase.REVOKING, set(self._workers.layers), set()
+        for rank in self._workers.layers:
+            self._workers.send(rank, self._revocation())
 
     def _end(self) -> None:
         served, self._served, self.phase = self._served, {}, FencePhase.IDLE
         self._shut |= dict.fromkeys(self._transports or {""}, self.epoch)
         self._transports = ALL
         self._events.emit(WritersShutOut(epoch=self.epoch, rooms=len(served)))
-        self._writers.shut({owner: lost for owner, lost in served.items() if owner not in self._next})
+        self.writers.shut({owner: lost for owner, lost in served.items() if owner not in self._next})
         if self._next and self.phase is FencePhase.IDLE:
             self._begin()
 

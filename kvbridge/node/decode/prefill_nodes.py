@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.errors import (
-    BridgeError,
-    FingerprintMismatchError,
-    InvalidInputError,
-    PeerError,
-    errors_by_code,
-)
+from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, PeerError, errors_by_code
 from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import identity_conflict
 from kvbridge.core.wire.messages import (
@@ -40,14 +34,14 @@ if TYPE_CHECKING:
     from kvbridge.node.decode.writers import Writers
 
 FORMER_KEPT = 1_024
-"""Addresses of which the incarnation is remembered that answered there last."""
+"""Addresses whose last incarnation is remembered."""
 LINKS_A_TURN = 4
 """Opened one after the other, before the rest of the loop has its turn."""
 
 
 @dataclass(frozen=True)
 class KnownNode:
-    """A prefill node that has welcomed us."""
+    """A prefill node that has welcomed this node."""
 
     peer: str
     """Its incarnation."""
@@ -58,7 +52,7 @@ class KnownNode:
     stage_boundaries: tuple[int, ...]
     """The first layers of the instance's stages but the first."""
     ranks: tuple[Rank, ...]
-    """Those of the instance's ranks that live there."""
+    """The instance's ranks that live there."""
 
     @property
     def name(self) -> str:
@@ -67,7 +61,7 @@ class KnownNode:
 
     @property
     def parallelism(self) -> tuple[object, ...]:
-        """What all nodes of an instance have in common: its name, its sizes, its stages."""
+        """The name, sizes and stages of the instance, which all its nodes have in common."""
         return self.instance, self.pp_size, self.tp_size, self.stage_boundaries
 
     def __str__(self) -> str:
@@ -80,19 +74,18 @@ class KnownNode:
 class _KnownPrefill:
     address: PeerAddress
     node: KnownNode | None = None
-    """Who answers there now; None before it has welcomed us."""
+    """The node that answers there now; None before it has welcomed this node."""
     features: tuple[str, ...] = ()
-    """Those that were agreed last."""
+    """The features that were agreed last."""
     error: BridgeError | None = None
 
     @property
     def peer(self) -> str:
-        """What facts name it by."""
         return self.node.peer if self.node is not None else self.address.endpoint
 
 
 class Links(Protocol):
-    """The connections to prefill nodes, by address. Only `connect` raises."""
+    """The connections to prefill nodes, by address: `daemon/prefill_links.py`. Only `connect` raises."""
 
     def connect(self, address: PeerAddress) -> None:
         """Connect to an address that is not connected to."""
@@ -104,17 +97,17 @@ class Links(Protocol):
         """End the connection; nothing more comes from it."""
 
     def names_of(self, key: str) -> frozenset[str]:
-        """The instances that the holder of a key may speak for; empty: any."""
+        """Return the instances that the holder of a key may speak for; empty: any."""
 
     def soon(self, do: Callable[[], None]) -> None:
-        """Have `do` called in the loop's next turn."""
+        """Call `do` in the loop's next turn."""
 
 
 @dataclass(eq=False)
 class PrefillNodes:
     """The prefill nodes that write to this decode node.
 
-    There is a link to every address that is known here, and to no other; a few are opened a turn of the loop, since each takes it
+    There is a link to every address that is known here, and to no other. A few are opened in each turn of the loop, since one takes
     milliseconds. A node that is gone may still write, or have written what is still on its way: rooms do not rely on it (`fence`).
     """
 
@@ -122,24 +115,24 @@ class PrefillNodes:
     links: Links
     events: EventStream
     writers: Writers = field(init=False)
-    """Hears of nodes that have answered or are gone, and of what they say about rooms; set before anybody is asked for."""
+    """Set before a node is asked for."""
     _unmet: deque[_KnownPrefill] = field(init=False, default_factory=deque)
-    """Those to which there is no link yet."""
+    """Nodes without a link yet."""
     _opened_in_turn: int = field(init=False, default=0)
     _known: dict[PeerAddress, _KnownPrefill] = field(init=False, default_factory=dict)
     _former: OrderedDict[PeerAddress, str] = field(init=False, default_factory=OrderedDict)
-    """The incarnation that answered last behind an address, as long as it does not now."""
+    """The incarnation that answered last at an address, while it does not now."""
     _by_peer: dict[str, _KnownPrefill] = field(init=False, default_factory=dict)
-    """Those that have welcomed us, by their incarnation."""
+    """Nodes that have welcomed this node, by their incarnation."""
     _same: dict[PeerAddress, _KnownPrefill] = field(init=False, default_factory=dict)
-    """Further addresses of nodes, as long as those answer: there is one link to an incarnation."""
+    """Further addresses of nodes, while those answer: there is one link to an incarnation."""
 
     # ------------------------------------------------------------------ for rooms
 
     def known_node(self, address: PeerAddress) -> KnownNode | None:
-        """Return the node behind an address if it has welcomed us, else say hello (once) and return None.
+        """Return the node at an address if it has welcomed this node, else say hello (once) and return None.
 
-        Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
+        Raises PeerError or FingerprintMismatchError when it has rejected this node since the last attempt.
         """
         known = self._known.get(address) or self._same.get(address)
         if known is None:
@@ -181,15 +174,15 @@ class PrefillNodes:
                 self._reject(known, error)
 
     def send(self, peer: str, message: PeerMessage) -> None:
-        """Queue a message; dropped when the node is lost: rooms ask again when it is back. Never raises."""
+        """Queue a message; it is dropped when the node is lost: rooms ask again when the node is back. Never raises."""
         known = self._by_peer.get(peer)
         if known is not None:
             self.links.send(known.address, message)
 
-    # ------------------------------------------------------------------ what prefill nodes say
+    # ------------------------------------------------------------------ messages of prefill nodes
 
     def received(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
-        """Take what a node says. Raises the BridgeError for which rooms refuse it."""
+        """Take a message of a node. Raises the BridgeError for which rooms refuse it."""
         match message:
             case Welcome() if message.incarnation == peer:
                 self._welcomed(address, message)
@@ -207,7 +200,7 @@ class PrefillNodes:
                 self.events.frame_refused("wrong_direction", text)
 
     def speaks(self, address: PeerAddress, peer: str) -> bool:
-        """Whether an incarnation is the one that answers behind an address, or did last."""
+        """Return whether an incarnation is the one that answers at an address, or did last."""
         known = self._known.get(address)
         current = known.node if known is not None else None
         return (current is not None and current.peer == peer) or self._former.get(address) == peer
@@ -230,7 +223,7 @@ class PrefillNodes:
         self.writers.nodes_changed()
 
     def _believe(self, known: _KnownPrefill, message: Welcome) -> None:
-        """Raise when a node does not fit, or cannot be who it says. One node may well have two addresses, with one key."""
+        """Raise when a node does not fit, or cannot be the one that it says. One node may well have two addresses, with one key."""
         address = known.address
         us, them = "this decode node", f"the prefill node {message.instance}/{message.node} at {address.endpoint}"
         known.features = agree(FEATURES, message.features, us=us, them=them)
@@ -259,17 +252,17 @@ class PrefillNodes:
         self.events.emit(PeerRejected(peer=known.peer, code=error.code, reason=str(error)))
         self._fail(known, error, str(error))
 
-    # ------------------------------------------------------------------ what links say
+    # ------------------------------------------------------------------ reports of links
 
     def lost(self, address: PeerAddress, reason: str) -> None:
-        """A prefill node does not answer any more; the next room says hello again."""
+        """Give up a prefill node that does not answer any more; the next room says hello again."""
         known = self._known.get(address)
         if known is not None:
             self.events.emit(PeerLost(peer=known.peer, reason=reason))
             self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"), reason)
 
     def same(self, address: PeerAddress, other: PeerAddress) -> None:
-        """Behind an address answers the incarnation to which the link of another address leads: that link serves both."""
+        """Note that one incarnation answers at two addresses: the link of the other address serves both."""
         known, meant = self._known.pop(address, None), self._known.get(other)
         self.links.disconnect(address)
         if known is not None:
@@ -281,7 +274,7 @@ class PrefillNodes:
         self.writers.nodes_changed()
 
     def restarted(self, address: PeerAddress) -> None:
-        """Another incarnation answers at a known address, or the same one has forgotten us: introduce ourselves."""
+        """Say hello again: another incarnation answers at a known address, or the same one has forgotten this node."""
         known = self._known.get(address)
         if known is not None:
             self._lose(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
@@ -293,7 +286,7 @@ class PrefillNodes:
         self._disconnect(known, reason)
 
     def _disconnect(self, known: _KnownPrefill, reason: str) -> None:
-        """The incarnation that answered is out of reach: from here on nothing is sent to it, by whatever address."""
+        """Send nothing more to the incarnation that answered, by whatever address: it is out of reach."""
         self._same = {address: meant for address, meant in self._same.items() if meant is not known}
         node, known.node = known.node, None
         if node is not None:
@@ -317,7 +310,7 @@ class PrefillNodes:
     # ------------------------------------------------------------------ for the daemon
 
     def refresh(self) -> None:
-        """We have changed (a rank worker is back with new endpoints): tell everybody."""
+        """Tell every prefill node that this node has changed: a rank worker is back with new endpoints."""
         for address in list(self._known):
             self._say_hello(address)
 
@@ -325,7 +318,7 @@ class PrefillNodes:
         self.links.send(address, Hello(node=self.describe(), features=FEATURES))
 
     def peers(self) -> tuple[PrefillNodeStatus, ...]:
-        """For `/status`."""
+        """Return the state of every node, for `/status`."""
         return tuple(
             PrefillNodeStatus(
                 endpoint=known.address.endpoint,
@@ -338,5 +331,5 @@ class PrefillNodes:
         )
 
     def addresses(self) -> list[PeerAddress]:
-        """Every address that we have said hello to."""
+        """Return every address that was said hello to."""
         return list(self._known)

@@ -23,10 +23,11 @@ from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.room import ARRIVED, BEFORE_COMMIT, DecodeRoom, speaker_of
 from kvbridge.node.decode.verification import Verification
 from kvbridge.node.decode.writers import Writers
-from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.engines import AttachedEngine, Engines
 from kvbridge.node.room import Quarantine, StatedAnswer
-from kvbridge.node.room_pages import RoomPages, RoomSettings
-from kvbridge.node.rooms import WORKER_GONE, RoomParts, Rooms
+from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.rooms import WORKER_GONE, Rooms
+from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.facts import PagesDiffer, SparseDecoded
 from kvbridge.telemetry.metrics import PHASES
 from kvbridge.telemetry.spans import COMMIT
@@ -63,10 +64,16 @@ class DecodeRooms(Rooms[DecodeRoom]):
     speaker_of = staticmethod(speaker_of)
 
     def __init__(
-        self, parts: RoomParts, settings: RoomSettings, nodes: PrefillNodes, fence: Fence, *, clock: Clock = monotonic
+        self,
+        pages: RoomPages,
+        workers: WorkerSet,
+        engines: Engines,
+        nodes: PrefillNodes,
+        fence: Fence,
+        *,
+        clock: Clock = monotonic,
     ) -> None:
-        pages = RoomPages(parts.book, settings, parts.events, parts.prefixes)
-        super().__init__(parts, settings, pages, clock)
+        super().__init__(pages, workers, engines, clock)
         self.nodes, self.fence = nodes, fence
         self.writers = Writers(self, nodes, fence)
         self.calls = {

@@ -53,10 +53,7 @@ class Verification:
 
     def _sums(self) -> DigestSums:
         return DigestSums.of_room(
-            self._geometry,
-            prompt_tokens=self._prompt_tokens,
-            prefix_tokens=self._prefix_tokens,
-            allowed=self._allowed,
+            self._geometry, prompt_tokens=self._prompt_tokens, prefix_tokens=self._prefix_tokens, allowed=self._allowed
         )
 
     def expect(self, message: Digests) -> None:

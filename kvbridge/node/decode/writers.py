@@ -52,6 +52,7 @@ class Writers:
 
     def __init__(self, rooms: DecodeRooms, nodes: PrefillNodes, fence: Fence) -> None:
         self._rooms, self._nodes, self._fence = rooms, nodes, fence
+        nodes.writers = fence.writers = self
         self._manifests: tuple[RankManifest, ...] = ()
         self._shares: dict[tuple[KnownNode, ...], dict[Rank, Share]] = {}
         """The shares of the ranks of known sets of nodes, for memory with these manifests."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import structlog
 
@@ -54,43 +54,38 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MOST_MESSAGES = 1_024
+"""Messages that wait for the check of one introduction, at most."""
 MOST_PEER_BYTES = 16 << 20
 MOST_BYTES = 256 << 20
-"""What may wait for the check of one introduction, and of all: messages, and the bytes that they take."""
+"""Memory of the messages that wait for one introduction, and for all, at most."""
 MESSAGE_BYTES = 4_096
-"""What a message takes beside its page tables or packed ranks."""
+"""Memory of a message beside its page tables or packed ranks."""
 
 Ended = Callable[[BaseException | None], None]
 
 
 class Links(Protocol):
-    """The connections to decode nodes. Nothing raises but `key_of`."""
+    """The connections to decode nodes: `daemon/decode_links.py`. Only `key_of` raises."""
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message to a known or unknown peer."""
 
     def key_of(self, peer: str) -> str:
-        """The public key that a connected peer has proved to own; empty without keys. Raises NotFoundError."""
+        """Return the public key that a connected peer has proved to own; empty without keys. Raises NotFoundError."""
 
     def names_of(self, key: str) -> frozenset[str]:
-        """The instances that the holder of a key may speak for; empty: any."""
+        """Return the instances that the holder of a key may speak for; empty: any."""
 
     def inspect(self, work: Callable[[], None], ended: Ended) -> None:
-        """Call `work` off the loop, each after the one before it, and `ended` on the loop with what `work` has raised."""
+        """Call `work` off the loop, each after the one before it, and `ended` on the loop with the error that `work` has raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimedName:
+class ClaimedName(NamedTuple):
     """A node's name, and the public key that it was proved with (empty without keys)."""
 
     instance: str
     node: str
     key: str
-
-    @property
-    def node_name(self) -> tuple[str, str]:
-        """Instance and node."""
-        return self.instance, self.node
 
     def __str__(self) -> str:
         return f"{self.instance}/{self.node}"
@@ -100,15 +95,15 @@ class ClaimedName:
 class _KnownDecode:
     name: ClaimedName
     ranks: tuple[bytes, ...]
-    """What the node has said of its memory, packed, as workers get it."""
+    """The descriptions of the node's memory, packed, as workers get them."""
     features: tuple[str, ...]
-    """Those that were agreed."""
+    """The agreed features."""
     connecting: dict[Rank, int]
     """ConnectPeer orders that a rank's worker has not answered yet; only the answer to the last one counts."""
     transports: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
-    """By what each rank of ours reaches the node: its several ranks, in their order."""
+    """The transports by which each rank of ours reaches the node: one for each of its ranks, in their order."""
     transport: dict[Rank, str] = field(default_factory=dict)
-    """The same in one text, which every order of that rank is told with."""
+    """The same in one text, for the facts about every order of that rank."""
     standby: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
 
     def reaches(self, rank: Rank, transports: tuple[str, ...]) -> None:
@@ -122,7 +117,7 @@ class _KnownDecode:
 
 @dataclass(eq=False)
 class _Mailbox:
-    """What a peer says while its introduction is checked. The order is kept: an offer that follows changed memory waits for it."""
+    """Messages of a peer whose introduction is being checked, in their order: an offer that follows changed memory waits for it."""
 
     expires_s: float
     wanted: bool = True
@@ -134,33 +129,31 @@ class _Mailbox:
 class DecodeNodes:
     """The decode nodes that a prefill node writes to.
 
-    A fingerprint is compared once, and the rejection names the first difference. A peer's manifests are checked in full before a
-    worker sees them, so that no address is ever computed from something unchecked. The check runs off the event loop; only the
-    packed bytes of a peer's description are kept.
+    A peer's manifests are checked in full before a worker sees them, so that no address is ever computed from something unchecked.
+    The check runs off the event loop. Only the packed bytes of a peer's description are kept.
     """
 
     introduction: Welcome
-    """How this node introduces itself."""
     geometry: ModelGeometry
     workers: WorkerSet
     links: Links
     events: EventStream
     check_s: float
-    """`timeouts.handshake_s`: how long the check of an introduction may take."""
+    """Limit of the check of an introduction (`timeouts.handshake_s`)."""
     clock: Clock = monotonic
     rooms: PrefillRooms = field(init=False)
     """Set before anybody says hello."""
     _known: dict[str, _KnownDecode] = field(init=False, default_factory=dict)
     _mailboxes: dict[str, _Mailbox] = field(init=False, default_factory=dict)
-    """Of the peers whose introductions are being checked."""
+    """By peer: the introductions that are being checked."""
 
     def __post_init__(self) -> None:
         self.send = self.links.send
 
-    # ------------------------------------------------------------------ what decode nodes say
+    # ------------------------------------------------------------------ messages of decode nodes
 
     def received(self, peer: str, message: PeerMessage) -> None:
-        """Take what a decode node says. Raises the BridgeError for which rooms refuse it."""
+        """Take a message of a decode node. Raises the BridgeError for which rooms refuse it."""
         mailbox = self._mailboxes.get(peer)
         if mailbox is not None:
             try:
@@ -197,14 +190,14 @@ class DecodeNodes:
             self.send(peer, Drained(**about))
 
     def _hello(self, peer: str, hello: Hello) -> None:
-        """A decode node introduces itself, for the first time or after it changed."""
+        """Take the introduction of a decode node: its first one, or one after it changed."""
         node = hello.node
         try:
             claim = ClaimedName(node.instance, node.node, self.links.key_of(peer))
             self._check_name(peer, node, claim)
             agreed = self._agree(node, hello.features)
             known = self._known.get(peer)
-            if known is None or (known.name.node_name, known.ranks) != (claim.node_name, node.ranks):
+            if known is None or (known.name[:2], known.ranks) != (claim[:2], node.ranks):
                 self._inspect(peer, hello, claim)
                 return
             known.features = agreed
@@ -229,7 +222,12 @@ class DecodeNodes:
         self.links.inspect(work, partial(self._inspected, peer, mailbox, hello, claim))
 
     def _account(self, mailbox: _Mailbox, message: PeerMessage) -> None:
-        mailbox.bytes += _size_bytes(message)
+        mailbox.bytes += MESSAGE_BYTES
+        match message:
+            case Offer():
+                mailbox.bytes += sum(len(table.ids) for table in message.tables)
+            case Hello():
+                mailbox.bytes += sum(map(len, message.node.ranks))
         of_others = sum(other.bytes for other in self._mailboxes.values() if other is not mailbox)
         if (
             len(mailbox.messages) >= MOST_MESSAGES
@@ -239,7 +237,7 @@ class DecodeNodes:
             raise CapacityError("too much waits for introductions to be checked; try again shortly")
 
     def _require(self, mailbox: _Mailbox) -> None:
-        """Called off the loop: raise when nobody waits for the outcome of a check any more."""
+        """Raise when nobody waits for the outcome of a check any more. Called off the loop."""
         if not mailbox.wanted:
             raise PeerError("the peer was given up while its introduction was checked")
         if self.clock() > mailbox.expires_s:
@@ -272,16 +270,16 @@ class DecodeNodes:
                 self.events.frame_refused(refusal.code, str(refusal))
 
     def close(self) -> None:
-        """Have the check at hand end after the rank that it looks at."""
+        """Let a check that is under way end after the rank that it looks at."""
         for mailbox in self._mailboxes.values():
             mailbox.wanted = False
         self._mailboxes.clear()
 
-    # ------------------------------------------------------------------ acquaintance
+    # ------------------------------------------------------------------ coming and going
 
     def _connect(self, peer: str, hello: Hello, claim: ClaimedName) -> None:
         for old, other in list(self._known.items()):
-            if old != peer and other.name.node_name == claim.node_name:
+            if old != peer and other.name[:2] == claim[:2]:
                 self.gone(old, f"it was restarted (now {peer})")
         known = self._known.get(peer)
         connecting = dict.fromkeys(self.workers.layers, 0) if known is None else known.connecting
@@ -300,7 +298,7 @@ class DecodeNodes:
             )
 
     def _reject(self, peer: str, code: str, reason: str) -> None:
-        """Say that we cannot work together (any more); what was under way between us ends first."""
+        """Tell a peer that the two nodes cannot work together (any more); its rooms end first."""
         self.events.emit(PeerRejected(peer=peer, code=code, reason=reason))
         self._forget(peer, f"it was rejected: {reason}")
         self.send(peer, Rejected(code=code, message=reason[:REASON_CHARS]))
@@ -311,13 +309,13 @@ class DecodeNodes:
         self.events.emit(PeerAccepted(peer=peer, name=str(known.name), features=known.features))
 
     def gone(self, peer: str, reason: str) -> None:
-        """A peer has ended, is silent, or begins anew. Harmless for one that is not known."""
+        """Give up a peer that has ended, is silent, or begins anew. Harmless for one that is not known."""
         if peer in self._known:
             self.events.emit(PeerLost(peer=peer, reason=reason))
         self._forget(peer, reason)
 
     def _forget(self, peer: str, reason: str) -> None:
-        """Forget a peer, and what it has said since its check began."""
+        """Forget a peer, and its messages since its check began."""
         mailbox = self._mailboxes.pop(peer, None)
         if mailbox is not None:
             mailbox.wanted = False
@@ -327,16 +325,16 @@ class DecodeNodes:
                 self.workers.send(rank, DisconnectPeer(peer=peer))
             self.rooms.peer_gone(peer, reason)
 
-    # ------------------------------------------------------------------ what rank workers say
+    # ------------------------------------------------------------------ messages of rank workers
 
     def worker_ready(self, rank: Rank) -> None:
-        """A rank worker is (back) at work: it has to be connected to everybody."""
+        """Connect a rank worker that is (back) at work to every known peer."""
         for peer, known in self._known.items():
             known.connecting[rank] = 1
             self.workers.send(rank, ConnectPeer(peer=peer, ranks=known.ranks))
 
     def worker_connected(self, message: PeerConnected) -> None:
-        """A rank worker can write to a peer, or cannot."""
+        """Note that a rank worker can write to a peer, or reject the peer when the worker cannot."""
         peer, rank = message.peer, message.rank
         known = self._known.get(peer)
         if known is None or rank not in known.connecting:
@@ -351,7 +349,7 @@ class DecodeNodes:
             self._welcome(peer)
 
     def paths_changed(self, message: PathsChanged) -> None:
-        """A rank worker reaches a peer by other transports than it said last."""
+        """Note that a rank worker reaches a peer by other transports than before."""
         peer, rank, transports = message.peer, message.rank, message.transports
         known = self._known.get(peer)
         if known is None or rank not in known.connecting:
@@ -364,24 +362,24 @@ class DecodeNodes:
         else:
             self.events.emit(PathsFound(peer=peer, rank=rank, transports=transports, standby=message.standby))
 
-    # ------------------------------------------------------------------ who is known
+    # ------------------------------------------------------------------ known nodes
 
     def name(self, peer: str) -> str:
-        """Return what a decode node is called, as INSTANCE/NODE; its incarnation when it is not known."""
+        """Return the name of a decode node as INSTANCE/NODE; its incarnation when it is not known."""
         known = self._known.get(peer)
         return peer if known is None else str(known.name)
 
     def transport(self, peer: str, rank: Rank) -> str:
-        """Name what a rank of ours reaches a peer over; several, where its ranks differ, are joined by '+'."""
+        """Return the transport by which a rank of ours reaches a peer; several, where its ranks differ, are joined by '+'."""
         known = self._known.get(peer)
         return known.transport.get(rank, "") if known is not None else ""
 
     def known(self) -> KeysView[str]:
-        """Incarnations of all known peers."""
+        """Return the incarnations of all known peers."""
         return self._known.keys()
 
     def peers(self) -> tuple[DecodeNodeStatus, ...]:
-        """For `/status`."""
+        """Return the state of every known node, for `/status`."""
         return tuple(
             DecodeNodeStatus(
                 instance=known.name.instance,
@@ -399,10 +397,10 @@ class DecodeNodes:
 def check_introduction(
     node: NodeDescription, ours: Welcome, geometry: ModelGeometry, require_wanted: Callable[[], None]
 ) -> None:
-    """Check all that a decode node says of its memory, in time bounded by its length; called off the loop.
+    """Check the model and the memory that a decode node describes, in time bounded by its length; called off the loop.
 
     `require_wanted()` raises when the outcome does not matter any more. Raises FingerprintMismatchError, which names the first
-    difference, and what `unpack_rank` and `check_manifest` raise.
+    difference, and all that `unpack_rank` and `check_manifest` raise.
     """
     require_wanted()
     conflict = identity_conflict(ours.model_identity, node.model_identity)
@@ -430,19 +428,9 @@ def check_name(claim: ClaimedName, *, bound_to: frozenset[str], present: Iterabl
             "`instance` there, or the key's entry in control.curve.allowed_keys_file here"
         )
     for other in present:
-        if other.node_name == claim.node_name and other.key != claim.key and not bound_to:
+        if other[:2] == claim[:2] and other.key != claim.key and not bound_to:
             raise UnauthorizedError(
                 f"node {claim} is known here under another key than {claim.key}: two nodes use "
                 "one name, or its key was changed; then bind the new key to the instance in "
                 "control.curve.allowed_keys_file here, or wait until the old incarnation is lost (timeouts.peer_silence_s)"
             )
-
-
-def _size_bytes(message: PeerMessage) -> int:
-    match message:
-        case Offer():
-            return MESSAGE_BYTES + sum(len(table.ids) for table in message.tables)
-        case Hello():
-            return MESSAGE_BYTES + sum(map(len, message.node.ranks))
-        case _:
-            return MESSAGE_BYTES

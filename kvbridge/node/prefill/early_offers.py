@@ -1,9 +1,9 @@
-"""Offers of decode nodes: whether one can be right, and those that came before their room was admitted."""
+"""Offers of decode nodes: the check whether one fits a room, and the offers that came before their room was admitted."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbridge.core.errors import InvalidInputError, KeyMismatchError
 from kvbridge.core.geometry.components import ModelGeometry
@@ -27,8 +27,8 @@ OFFER_BYTES = 4_096
 def check_offer(asking: Asking, geometry: ModelGeometry, *, prompt_tokens: int, prompt_digest: bytes = b"") -> None:
     """Raise InvalidInputError, naming the fault, for an offer or intent that does not fit a room of `prompt_tokens` tokens.
 
-    Raises KeyMismatchError when the engines of both sides state different prompts. Page ids are checked against the peer's manifest
-    where they are used, by the planner.
+    Raises KeyMismatchError when the engines of both sides state different prompts. The planner checks page ids against the peer's
+    manifest where it uses them.
     """
     if asking.prompt_digest != prompt_digest:
         ours, theirs = (digest.hex() or "nothing" for digest in (prompt_digest, asking.prompt_digest))
@@ -38,40 +38,31 @@ def check_offer(asking: Asking, geometry: ModelGeometry, *, prompt_tokens: int, 
         )
     if asking.prompt_tokens != prompt_tokens:
         raise InvalidInputError(f"decode offers {asking.prompt_tokens} prompt tokens, prefill admitted {prompt_tokens}")
-    if isinstance(asking, Offer):
-        _check_tables(asking, geometry)
-
-
-def _check_tables(offer: Offer, geometry: ModelGeometry) -> None:
-    page = geometry.tokens_per_page
-    if offer.prefix_tokens > offer.prompt_tokens or offer.prefix_tokens % page:
+    if isinstance(asking, Intend):
+        return
+    page, prefix_tokens = geometry.tokens_per_page, asking.prefix_tokens
+    if prefix_tokens > prompt_tokens or prefix_tokens % page:
         raise InvalidInputError(
-            f"decode holds a prefix of {offer.prefix_tokens} tokens, which must be a multiple of {page} "
-            f"and at most {offer.prompt_tokens}"
+            f"decode holds a prefix of {prefix_tokens} tokens, which must be a multiple of {page} and at most {prompt_tokens}"
         )
-    for space, table in tables_from_wire(offer.tables).items():
+    for space, table in tables_from_wire(asking.tables).items():
         if space not in REQUEST_SPACES:
             raise InvalidInputError(f"decode offers pages of '{space}', which no peer writes")
-        if space in GROWING_SPACES and table.first_page != offer.prefix_tokens // page:
+        if space in GROWING_SPACES and table.first_page != prefix_tokens // page:
             raise InvalidInputError(
-                f"decode holds the first {offer.prefix_tokens // page} pages of the prompt, and its table of space '{space}' "
+                f"decode holds the first {prefix_tokens // page} pages of the prompt, and its table of space '{space}' "
                 f"begins with page {table.first_page}: pages that several read are nobody's to write"
             )
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyOffer:
+class EarlyOffer(NamedTuple):
     """An offer or intent that waits for its room."""
 
     peer: str
     offer: Asking
     expires_s: float
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that the offer takes, about."""
-        tables = self.offer.tables if isinstance(self.offer, Offer) else ()
-        return OFFER_BYTES + sum(len(table.ids) for table in tables)
+    size_bytes: int
+    """The memory that the offer takes, about."""
 
 
 class EarlyOffers:
@@ -82,8 +73,7 @@ class EarlyOffers:
 
     def __init__(self, *, wait_s: float, clock: Clock) -> None:
         """`wait_s`: `timeouts.early_offer_s`."""
-        self._wait_s = wait_s
-        self._clock = clock
+        self._wait_s, self._clock = wait_s, clock
         self._waiting: dict[tuple[int, int], EarlyOffer] = {}
         """By room and generation, in the order of their arrival."""
         self._bytes: Counter[str] = Counter()
@@ -100,29 +90,24 @@ class EarlyOffers:
             return False
         if known is not None and (isinstance(known.offer, Offer) or isinstance(message, Intend)):
             return True
-        wait_s = min(HELD_WAIT_S, self._wait_s) if message.held else self._wait_s
-        newcomer = EarlyOffer(peer, message, self._clock() + wait_s)
         self.take(*key)
-        size_bytes = newcomer.size_bytes
+        tables = message.tables if isinstance(message, Offer) else ()
+        size_bytes = OFFER_BYTES + sum(len(table.ids) for table in tables)
         is_too_much = self._bytes[peer] + size_bytes > MOST_PEER_BYTES or self._bytes.total() + size_bytes > MOST_BYTES
         if is_too_much or len(self._waiting) >= MOST_OFFERS:
             return False
-        self._waiting[key] = newcomer
+        wait_s = min(HELD_WAIT_S, self._wait_s) if message.held else self._wait_s
+        self._waiting[key] = EarlyOffer(peer, message, self._clock() + wait_s, size_bytes)
         self._bytes[peer] += size_bytes
         return True
 
-    def take(self, room: int, generation: int) -> EarlyOffer | None:
-        """Return and forget the offer for an attempt."""
-        found = self._waiting.pop((room, generation), None)
-        if found is not None:
-            self._bytes[found.peer] -= found.size_bytes
-        return found
-
-    def withdraw(self, peer: str, room: int, generation: int) -> None:
-        """Forget the offer that this peer made for an attempt."""
-        known = self._waiting.get((room, generation))
-        if known is not None and known.peer == peer:
-            self.take(room, generation)
+    def take(self, room: int, generation: int, *, of: str = "") -> EarlyOffer | None:
+        """Return and forget the offer for an attempt; `of`: only if this peer made it."""
+        found = self._waiting.get((room, generation))
+        if found is None or (of and found.peer != of):
+            return None
+        self._bytes[found.peer] -= found.size_bytes
+        return self._waiting.pop((room, generation))
 
     def forget_peer(self, peer: str) -> None:
         """Forget every offer of a peer."""

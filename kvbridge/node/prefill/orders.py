@@ -1,4 +1,4 @@
-"""Orders to the rank workers of a prefill node, and the workers' answers: everything between a publication and Done."""
+"""Orders to the rank workers of a prefill node, from a publication to Done."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ class Orders:
         self._nodes, self._events, self._clock = rooms.nodes, rooms.events, rooms.clock
         self._last = 0
 
-    # ------------------------------------------------------------------ what rank workers are told
-
     def open(self, room: PrefillRoom) -> None:
-        """Tell the workers both ends of the room, once both are known, and order all published tokens."""
+        """Tell the workers both ends of the room, once both are known, and order the published tokens that have no order yet."""
         if room.state is not PrefillState.SENDING or not room.tables:
             return
         if self._rooms.settings.part_of_instance and not room.begun:
@@ -56,7 +54,20 @@ class Orders:
             for rank, work in room.ranks.items():
                 self._workers.send(rank, opening)
                 work.open, work.further = True, {}
-        self._flush(room)
+        for rank, work in room.ranks.items():
+            sections = work.progress.next_sections(room.prefix_tokens)
+            after = tuple(work.after)
+            if sections:  # else a later order waits for the points
+                work.after.clear()
+            for section in sections:
+                further, work.further = work.further, {}
+                self._last += 1
+                transport = self._nodes.transport(room.peer, rank)
+                work.order_began(self._last, transport, self._clock())
+                work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
+                order = Send(**room.about, order=self._last, section=section, source=to_wire(further), after=after)
+                self._events.emit(OrderBegan(**room.identity, rank=rank, order=self._last, transport=transport))
+                self._workers.send(rank, order)
 
     def take_pages(self, room: PrefillRoom, tables: Tables, *, cached_tokens: int = 0) -> None:
         """Adopted pools: book the room's new pages, and tell its workers of them with their next order.
@@ -69,29 +80,6 @@ class Orders:
         for work in room.ranks.values():
             work.further = joined_tables(work.further, further)
 
-    def _flush(self, room: PrefillRoom) -> None:
-        """Order the published tokens that have no order yet. The room is open at its workers."""
-        for rank, work in room.ranks.items():
-            sections = work.progress.next_sections(room.prefix_tokens)
-            after = tuple(work.after)
-            if sections:  # else a later order waits for the points
-                work.after.clear()
-            for section in sections:
-                further, work.further = work.further, {}
-                self._last += 1
-                transport = self._nodes.transport(room.peer, rank)
-                work.order_began(self._last, transport, self._clock())
-                work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
-                order = Send(
-                    **room.about,
-                    order=self._last,
-                    section=section,
-                    source=to_wire(further),
-                    after=after,
-                )
-                self._events.emit(OrderBegan(**room.identity, rank=rank, order=self._last, transport=transport))
-                self._workers.send(rank, order)
-
     def close(self, room: PrefillRoom) -> None:
         """Tell the workers to stop, or that everything was sent."""
         all_sent = room.state is PrefillState.COMPLETED
@@ -99,7 +87,7 @@ class Orders:
             self._workers.send(rank, CloseRoom(**room.about, all_sent=all_sent))
             room.ranks[rank].open = not all_sent
 
-    # ------------------------------------------------------------------ what rank workers say
+    # ------------------------------------------------------------------ messages of rank workers
 
     def hear(self, message: FromRank) -> None:
         """Take a rank worker's message about a room as `PREFILL_HEARS` lists it, or refuse it."""
@@ -109,7 +97,13 @@ class Orders:
         work = room.ranks[message.rank]
         match message:
             case Digested():
-                self._digested(room, work, message)
+                try:
+                    if work.digests is None:
+                        prompt, prefix, geometry = room.prompt_tokens, room.prefix_tokens, self._rooms.geometry
+                        work.digests = DigestSums.of_room(geometry, prompt_tokens=prompt, prefix_tokens=prefix)
+                    work.digests.merge(message.digests)
+                except BridgeError as error:
+                    self._rooms.fail(room, error.code, f"rank {message.rank}: {error}")
             case Sent():
                 self._sent(room, work, message)
             case Rerouted():
@@ -119,15 +113,6 @@ class Orders:
             case RoomClosed():
                 self._closed(room, message.rank)
                 self._rooms.advance(room)
-
-    def _digested(self, room: PrefillRoom, work: RankWork, message: Digested) -> None:
-        if work.digests is None:
-            prompt, prefix = room.prompt_tokens, room.prefix_tokens
-            work.digests = DigestSums.of_room(self._rooms.geometry, prompt_tokens=prompt, prefix_tokens=prefix)
-        try:
-            work.digests.merge(message.digests)
-        except BridgeError as error:
-            self._rooms.fail(room, error.code, f"rank {message.rank}: {error}")
 
     def _sent(self, room: PrefillRoom, work: RankWork, message: Sent) -> None:
         self._ended(room, message.rank, message.order, message)
@@ -147,30 +132,18 @@ class Orders:
         work.transport = "+".join(sorted({message.over, *filter(None, work.transport.split("+"))}))
         self._events.emit(RoomRerouted(**room.identity, rank=message.rank, lost=message.lost, over=message.over))
         if message.in_transit and tell:
-            lost = PathLost(
-                **room.about,
-                writer=message.rank,
-                transport=message.lost,
-                epoch=message.epoch,
-            )
+            lost = PathLost(**room.about, writer=message.rank, transport=message.lost, epoch=message.epoch)
             self._nodes.send(room.peer, lost)
 
     def _ended(self, room: PrefillRoom, rank: Rank, order: int, sent: Sent | None) -> None:
         """Note the end of an order: its worker says so, or its room or its worker has ended (None)."""
         transport = room.ranks[rank].order_ended(order, self._clock())
-        if transport is None:
-            return
-        self._events.emit(
-            OrderEnded(
-                **room.identity,
-                rank=rank,
-                order=order,
-                transport=transport,
-                amounts=sent.amounts if sent is not None else {},
-                seconds=sent.seconds if sent is not None else {},
-                code=sent.error_code if sent is not None else NOT_FINISHED,
+        if transport is not None:
+            about = {**room.identity, "rank": rank, "order": order, "transport": transport}
+            amounts, seconds, code = (
+                ({}, {}, NOT_FINISHED) if sent is None else (sent.amounts, sent.seconds, sent.error_code)
             )
-        )
+            self._events.emit(OrderEnded(**about, amounts=amounts, seconds=seconds, code=code))
 
     def _closed(self, room: PrefillRoom, rank: Rank) -> None:
         """Note that nothing of the room is in flight on a rank, by the proof of its worker or the end of that process."""
@@ -189,8 +162,6 @@ class Orders:
             self._closed(room, rank)
             room.keys = NO_KEYS  # the worker's memory may be gone: nothing of the room is cached
             self._rooms.fail(room, WORKER_GONE, f"rank worker {rank} of the prefill node died: {reason}")
-
-    # ------------------------------------------------------------------ what the decode node is told
 
     def settle(self, room: PrefillRoom) -> None:
         """Say Done for every rank that has nothing left to do; when all have, the room is complete."""

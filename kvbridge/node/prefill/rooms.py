@@ -1,7 +1,7 @@
 """The rooms of a prefill node: engines fill their pages, and rank workers send them.
 
-Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and no engine
-that has begun the room still writes pages of this node (it said finish or abort, or its process has ended).
+Source pages go back when nothing of the room is in flight (the table says FREE_SOURCE), and no engine that has begun the room still
+writes pages of this node: it said finish or abort, or its process has ended.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     Restorable,
 )
-from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer, PeerMessage
-from kvbridge.node.engines import AttachedEngine
+from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer
+from kvbridge.node.engines import AttachedEngine, Engines
 from kvbridge.node.prefill.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.node.prefill.orders import Orders
 from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.room import Asking, FromDecode, PrefillRoom, speaker_of
 from kvbridge.node.room import Quarantine, named
-from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.rooms import RoomParts, Rooms
+from kvbridge.node.rooms import Rooms
+from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.context import parse_traceparent
 from kvbridge.telemetry.facts import RoomBegun, RoomFinished, RoomOffered, RoomRejected
 
@@ -58,11 +58,16 @@ class PrefillRooms(Rooms[PrefillRoom]):
     pages: PrefillPages
 
     def __init__(
-        self, parts: RoomParts, settings: RoomSettings, nodes: DecodeNodes, *, clock: Clock = monotonic
+        self,
+        pages: PrefillPages,
+        workers: WorkerSet,
+        engines: Engines,
+        nodes: DecodeNodes,
+        *,
+        clock: Clock = monotonic,
     ) -> None:
-        pages = PrefillPages(parts.book, settings, parts.events, parts.prefixes)
-        super().__init__(parts, settings, pages, clock)
-        self.nodes = nodes
+        super().__init__(pages, workers, engines, clock)
+        self.nodes, nodes.rooms = nodes, self
         self.early = EarlyOffers(wait_s=self.limits.early_offer_s, clock=clock)
         self.orders = Orders(self)
         self.calls = {
@@ -90,13 +95,11 @@ class PrefillRooms(Rooms[PrefillRoom]):
             room.begin_within(request.begin_within_s, "begin_within_s")
         elif not room.admitted_by.name:
             room.begin_within(self.limits.begin_s, "timeouts.begin_s")
-        early = self.early.take(room.room, room.generation)
-        if early is not None:
+        if early := self.early.take(room.room, room.generation):
             self.hear(early.peer, early.offer)
 
     def not_admitted(self, room: int, generation: int, error: BridgeError) -> None:
-        early = self.early.take(room, generation)
-        if early is not None:
+        if early := self.early.take(room, generation):
             self._refuse(early.peer, early.offer, error.code, f"prefill did not admit the room: {error}")
 
     # ------------------------------------------------------------------ the table
@@ -135,21 +138,17 @@ class PrefillRooms(Rooms[PrefillRoom]):
                 self.orders.open(room)
             case PrefillAction.CLOSE_ROOM:
                 self.orders.close(room)
-            case PrefillAction.TELL_FAILED:
-                self._tell(room, Failed(**room.about, code=room.reason_code, message=room.reason))
-            case PrefillAction.TELL_DRAINED:
-                self._tell(room, Drained(**room.about, in_transit=room.in_transit))
+            case PrefillAction.TELL_FAILED if room.peer:
+                self.nodes.send(room.peer, Failed(**room.about, code=room.reason_code, message=room.reason))
+            case PrefillAction.TELL_DRAINED if room.peer:
+                self.nodes.send(room.peer, Drained(**room.about, in_transit=room.in_transit))
             case PrefillAction.TELL_ENGINE:
                 self.engines.push(self.event(room))
             case PrefillAction.FREE_SOURCE:
                 room.free_wanted = True
 
-    def _tell(self, room: PrefillRoom, message: PeerMessage) -> None:
-        if room.peer:
-            self.nodes.send(room.peer, message)
-
     def at_rest(self, room: PrefillRoom) -> None:
-        """Give the pages back once the table and every engine have let go of them; happens once."""
+        """Give the pages back, once, when the table and every engine have let go of them."""
         if not room.free_wanted or room.concluded:
             return
         if room.writing:
@@ -170,8 +169,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         if room.over:
             self.pages.quarantine_used(room, limit)
         elif room.stopping:
-            active = ", ".join(map(str, room.open_ranks))
-            why = f"rank workers {active} have not said that they are quiet (limit: {limit})"
+            why = f"rank workers {named(room.open_ranks)} have not said that they are quiet (limit: {limit})"
             self.pages.quarantine(room, Quarantine.NOT_QUIET, why)
         else:
             self.miss(room, limit)
@@ -203,12 +201,12 @@ class PrefillRooms(Rooms[PrefillRoom]):
             case Abort() if meaning is Meaning.TAKE and room is not None:
                 self.stop(room, f"by the decode side: {message.message}", message.code)
             case Abort() if meaning is Meaning.PROOF:
-                # Nobody here writes to this peer's pages of the room. Its offer or intent, if any, is withdrawn: an Abort follows
-                # that on one ordered link, so a room that has taken nothing of this peer is not the peer's to end.
-                self.early.withdraw(peer, message.room, message.generation)
+                # No worker here writes to this peer's pages of the room. The Abort withdraws the peer's offer or intent, which it
+                # follows on one ordered link; a room that has taken nothing of this peer is not the peer's to end.
+                self.early.take(message.room, message.generation, of=peer)
                 self.nodes.send(peer, Drained(room=message.room, generation=message.generation))
             case Failed() if meaning is Meaning.TAKE and room is not None:
-                # Everything was sent, and the decode side could not use it: too late to fail, not to say why.
+                # Everything was sent, and the decode side could not use it. The room cannot fail any more; the reason is kept.
                 room.blame(message.code, f"by the decode side: {message.message}")
                 self.events.emit(RoomRejected(**room.identity, code=message.code, reason=room.reason))
 
@@ -249,8 +247,8 @@ class PrefillRooms(Rooms[PrefillRoom]):
     def _refuse(self, peer: str, asking: Asking, code: str, message: str) -> None:
         """Turn a decode node away, with the proof that nothing will be written for its offer.
 
-        A refused intent has no such proof. An offer may be on its way behind the intent, and the room may be admitted before that
-        offer arrives. Decode sends an Abort behind the offer, and the answer to the Abort is the proof.
+        A refused intent gets no proof: an offer may be on its way behind it, and the room may be admitted before the offer arrives.
+        Decode sends an Abort behind the offer, and the answer to the Abort is the proof.
         """
         self.refuse_message(peer, asking, code)
         about = {"room": asking.room, "generation": asking.generation}
@@ -268,18 +266,16 @@ class PrefillRooms(Rooms[PrefillRoom]):
     # ------------------------------------------------------------------ engines
 
     def restorable(self, _: AttachedEngine, message: AskRestorable) -> Restorable:
-        """Say at which tokens an engine could start."""
+        """Answer at which tokens an engine could start."""
         room = self.book.get(message.room)
         room.require_alive()
         return Restorable(call=message.call, tokens=self.pages.restorable(room))
 
     def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
-        """Let an engine compute a room on its ranks. Raises ConflictError on a second begin.
+        """Let an engine compute a room on its ranks, and let go of its earlier attempts at the room.
 
-        Raises KeyMismatchError, and the room fails, when the engine has other tokens than the room's page keys name.
-
-        The call also lets go of every earlier attempt at the room. An engine whose GPU writes (`by_gpu`) is refused with a
-        ConflictError until it has aborted the earlier attempt.
+        Raises ConflictError on a second begin, and while the engine's GPU (`by_gpu`) may still write an earlier attempt. Raises
+        KeyMismatchError, and the room fails, when the engine has other tokens than the room's page keys name.
         """
         room = self.book.get(message.room)
         tables = tables_from_wire(message.tables)
@@ -291,10 +287,8 @@ class PrefillRooms(Rooms[PrefillRoom]):
             )
         self.require_same_prompt(room, message, [work.end_key for work in room.ranks.values()])
         for rank in engine.ranks:
-            if room.ranks[rank].engine:
-                raise ConflictError(
-                    f"room {room.room} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
-                )
+            if other := room.ranks[rank].engine:
+                raise ConflictError(f"room {room.room} was already begun on rank {rank} by engine {other}")
         earlier = [attempt for attempt in self.book.attempts(room.room)[:-1] if engine.name in attempt.writing]
         if earlier and message.by_gpu:
             raise ConflictError(
@@ -340,28 +334,29 @@ class PrefillRooms(Rooms[PrefillRoom]):
     def loaded(self, engine: AttachedEngine, message: Loaded) -> None:
         """Count pages that an engine has copied from host memory into the room's own. Harmless when the room is over.
 
-        Others share those pages when the room is over, with all that its engines have written.
+        Other rooms share those pages from the end of this one on, with all pages that its engines have written.
         """
         room = self.book.find(message.room, message.generation)
         if room is not None and room.load is not None:
             self.pages.loaded(room, engine.ranks, message, of=room.ranks)
 
     def publish(self, engine: AttachedEngine, message: Publish) -> None:
-        """Send tokens that an engine has made final on its ranks. Raises as RankProgress.check does."""
+        """Send tokens that an engine has made final on its ranks. Raises all that RankProgress.check does."""
         room = self.book.used_by(engine.name, message.room)
         room.require_alive()
         room.require_begun(engine.name, engine.ranks)
         upto_token, layers = message.upto_token, message.layers
-        chosen = {rank: room.ranks[rank].progress.held(layers) for rank in engine.ranks}
-        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
+        works = [room.ranks[rank] for rank in engine.ranks]
+        chosen = [work.progress.held(layers) for work in works]
+        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen)))
         if unknown:
             raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
-        for rank in engine.ranks:
-            room.ranks[rank].progress.check(upto_token, chosen[rank])
+        for work, held in zip(works, chosen, strict=True):
+            work.progress.check(upto_token, held)
         self._take_published(room, message)
-        for rank in engine.ranks:
-            room.ranks[rank].progress.publish(upto_token, chosen[rank])
-            room.ranks[rank].note_point(message.after.get(str(rank)))
+        for rank, work, held in zip(engine.ranks, works, chosen, strict=True):
+            work.progress.publish(upto_token, held)
+            work.note_point(message.after.get(str(rank)))
         self.orders.open(room)
 
     def _take_published(self, room: PrefillRoom, message: Publish) -> None:
@@ -376,15 +371,15 @@ class PrefillRooms(Rooms[PrefillRoom]):
             tables_cover(together, self.geometry, tokens=room.prompt_tokens)
         else:
             tables_hold(together, self.geometry, tokens=message.upto_token)
-        # Nobody writes a page any more that is final on all layers: other rooms of the same prefix may name it as well.
+        # No engine writes a page any more that is final on all layers: other rooms of the same prefix may name it as well.
         self.orders.take_pages(room, tables, cached_tokens=message.upto_token if message.layers is None else 0)
 
     def finish(self, engine: AttachedEngine, message: Finish) -> None:
         """Note that an engine has published everything and does not write the room's pages any more.
 
-        `by_gpu`: its GPU may still write, until everything that was published has been sent, or until `release`.
-        Raises ConflictError when the engine has not published everything, or when the room is over (the pages are let go of all the
-        same).
+        `by_gpu`: its GPU may still write, until everything that was published has been sent, or until `release`. Raises
+        ConflictError when the engine has not published everything, or when the room is over; in a room that is over the engine has
+        let go of the pages all the same.
         """
         room = self.book.used_by(engine.name, message.room)
         if room.over or room.stopping:
@@ -392,8 +387,8 @@ class PrefillRooms(Rooms[PrefillRoom]):
                 self.let_go(room, engine.name)
             room.require_alive()
         room.require_begun(engine.name, engine.ranks)
-        for rank in engine.ranks:
-            work = room.ranks[rank]
+        works = {rank: room.ranks[rank] for rank in engine.ranks}
+        for rank, work in works.items():
             if work.finished:
                 raise ConflictError(f"room {room.room} was already finished on rank {rank}")
             if not work.progress.complete:
@@ -407,8 +402,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
                 f"finish names checkpoints at {unasked} tokens of room {room.room} that `begin` did not ask for; it asked for "
                 f"{room.asked_checkpoints}"
             )
-        for rank in engine.ranks:
-            work = room.ranks[rank]
+        for work in works.values():
             work.finished, work.written = True, not message.by_gpu
             work.metadata, work.checkpoints = message.metadata, frozenset(message.checkpoints)
         self.events.emit(RoomFinished(**room.identity, engine=engine.name))
@@ -417,7 +411,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.orders.settle(room)
 
     def release(self, engine: AttachedEngine, message: Release) -> None:
-        """Let go of an attempt that an engine has finished: its GPU is through. Harmless when the attempt is over and forgotten.
+        """Let go of an attempt that an engine has finished: its GPU is through. Harmless when the attempt is forgotten.
 
         Raises ConflictError for one that the engine has yet to finish.
         """

@@ -24,15 +24,10 @@ class Bench:
         self.sent: list[tuple[Rank, object]] = []
         self.offers: set[Owner] = set()
         self.shut: list[set[Owner]] = []
-        self.fence = Fence(
-            (ONE, TWO),
-            send=lambda rank, message: self.sent.append((rank, message)),
-            events=self.events,
-            fence_s=30.0,
-            clock=self.clock,
-        )
-        self.fence.watch(
-            SimpleNamespace(open_offers=lambda: set(self.offers), shut=lambda owners: self.shut.append(set(owners)))
+        workers = SimpleNamespace(layers=(ONE, TWO), send=lambda rank, message: self.sent.append((rank, message)))
+        self.fence = Fence(workers, self.events, fence_s=30.0, clock=self.clock)
+        self.fence.writers = SimpleNamespace(
+            open_offers=lambda: set(self.offers), shut=lambda owners: self.shut.append(set(owners))
         )
 
     def orders(self) -> dict[Rank, object]:

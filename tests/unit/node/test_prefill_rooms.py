@@ -320,7 +320,7 @@ def test_the_first_offer_of_an_attempt_counts_and_a_lost_peer_takes_its_offers_a
     assert early.put("a", early_offer())
     assert early.put("a", early_offer())
     assert not early.put("b", early_offer())
-    early.withdraw("b", 1, 1)
+    early.take(1, 1, of="b")
     assert early.take(1, 1).peer == "a"
     assert early.take(1, 1) is None
     early.put("a", early_offer())
@@ -344,7 +344,7 @@ def test_nobody_crowds_the_others_out(monkeypatch, bound, most, kept):
     assert sum(early.put("greedy", early_offer(room)) for room in range(2, 100)) == kept
     assert early.take(1, 1) is not None
     for room in range(2, 2 + kept):
-        early.withdraw("greedy", room, 1)
+        early.take(room, 1, of="greedy")
     assert sum(early.put("greedy", early_offer(room)) for room in range(100, 200)) >= kept, (
         "what has gone counts no more"
     )

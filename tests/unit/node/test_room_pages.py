@@ -35,7 +35,7 @@ class Bench:
         self.book = PageBook(POOL)
         self.cache = PrefixCache(self.book, PrefixIndex((FULL, HOST), min(POOL[FULL], POOL[HOST])))
         settings = RoomSettings(geometry=FLASH, limits=DECODE_LIMITS, shares_prefixes=True, host=C4)
-        self.pages = RoomPages(self.book, settings, RecordedEvents(), self.cache, computes=False)
+        self.pages = RoomPages(self.book, settings, RecordedEvents(), self.cache)
         self.last = 0
 
     def room(self, tokens: int, name: str = "a", *, more: int = 0) -> DecodeRoom:
