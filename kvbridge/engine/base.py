@@ -1,4 +1,4 @@
-"""Engine and Room: attaching, views, page keys, events and the end, for both roles."""
+"""Engine and Room, for both roles: attaching, views, page keys, events and the end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 10.0
 OwnPages = Sequence[int] | Mapping[IndexSpace, Sequence[int] | PageTable]
-"""Block ids of an engine with adopted memory, in the order of the tokens; by index space where the model has several."""
+"""Block ids of an engine with adopted memory, in the order of the tokens; by index space when the model has several."""
 RowsOf = Callable[[Component, int], RowInterval]
 """Rows of a component in a layer."""
 
@@ -69,7 +69,7 @@ class Engine(Closing):
         *,
         workers: Sequence[AdoptedWorker] | None = None,
     ) -> None:
-        """Use `attach` or `adopt` instead. `workers`: those of adopted memory; None with pools of the node."""
+        """`workers`: those of adopted memory; None with pools of the node."""
         self._link = link
         self._answer = answer
         self._memory = memory
@@ -97,10 +97,10 @@ class Engine(Closing):
     ) -> Self:
         """Attach to the daemon with this runtime directory, for `ranks` (default: every rank of the node).
 
-        The daemon's pools are mapped into this process; `views` shows them. `on_progress` is called while the node's host pool is
-        page-locked for this process's GPUs, which takes a while in a large pool; None leaves the pool pageable, and kernels cannot
-        reach it. `call_timeout_s` bounds every later call, too. `daemon_user`: number of the user that the daemon runs as, when
-        that is another user than this process's. This process must then be in the daemon's `runtime_group`, and trusts that user.
+        The daemon's pools are mapped into this process, and `views` shows them. `call_timeout_s` bounds every later call, too.
+        `on_progress` is called while the node's host pool is page-locked for this process's GPUs, which takes a while for a large
+        pool. None leaves the pool pageable, so kernels cannot reach it. `daemon_user`: number of the user that runs the daemon,
+        when that is another user. This process must then be in the daemon's `runtime_group`, and trusts that user.
 
         Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
         InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when the node's memory cannot be opened or
@@ -120,11 +120,11 @@ class Engine(Closing):
     ) -> Self:
         """Attach with this process's own tensors as the device pools of each rank that it serves.
 
-        `regions`: one `adopted_region` for each component and layer of the rank that is not in the node's host pool. The tensors
-        stay where they are until `close` has returned. Threads of this process move the bytes. Raises the errors of `attach`, and
-        InvalidInputError for regions that do not fit the model.
+        `regions`: one `adopted_region` for each component and layer of the rank that is not in the node's host pool. Keep the
+        tensors where they are until `close` has returned: threads of this process move their bytes. Raises the errors of `attach`,
+        and InvalidInputError for regions that do not fit the model.
 
-        Calls about a room do not wait for an answer, except `begin` and `claim`: a refusal by the node arrives as an event
+        Calls about a room, except `begin` and `claim`, do not wait for an answer: a refusal by the node arrives as an event
         `refused`. A call raises NotReadyError when the node does not read, PeerError when the node is gone.
         """
         leave_standard_output()
@@ -146,7 +146,6 @@ class Engine(Closing):
         workers: Sequence[AdoptedWorker] | None,
         on_progress: Progress | None,
     ) -> Self:
-        """Attach over a link, which is closed when this fails."""
         leave_standard_output()
         with ExitStack() as stack:
             stack.callback(link.close)
@@ -159,8 +158,8 @@ class Engine(Closing):
     def worker_ends(self) -> list[WorkerEnd]:
         """Adopted pools: return the ends of this process's rank workers since the last call.
 
-        An ended rank worker reads and writes no page any more, whatever has become of the node. Its transfers fail, and it starts
-        again by itself.
+        An ended rank worker reads and writes no page any more, even if the node lives. Its transfers fail, and it starts again by
+        itself.
         """
         return [end for worker in self._workers or () for end in worker.ends()]
 
@@ -175,11 +174,10 @@ class Engine(Closing):
         return self._answer.geometry
 
     def page_keys(self, tokens: TokenIds, *, adapter: str = "", namespace: str = "") -> Keys:
-        """Return the page keys of a request's tokens, a sequence or a one-dimensional array of ids (`kvbridge.tier.keys`).
+        """Return the page keys of a request's tokens: a sequence or a one-dimensional array of ids (`kvbridge.tier.keys`).
 
-        `adapter`: the adapter of the model that computes; `namespace`: that of the request. Raises UnsupportedError when the node
-        does not say which model it holds (`tier.model_name`, `tier.model_revision`), InvalidInputError when `tokens` are no token
-        ids.
+        `adapter`: the model's adapter; `namespace`: the request's. Raises UnsupportedError when the node does not state its model
+        (`tier.model_name`, `tier.model_revision`), InvalidInputError when `tokens` are no token ids.
         """
         model = self._answer.model_identity
         if model is None:
@@ -224,7 +222,7 @@ class Engine(Closing):
                         yield Part(rank, component.kind, layer, slice(rows.start, rows.stop), view, table)
 
     def _own_tables(self, pages: OwnPages, first_page: int = 0, behind: Tables | None = None) -> Tables:
-        """Return page ids as tables. Plain ids begin at logical page `first_page`, or behind the pages of `behind`."""
+        """Return page ids as tables. Plain ids begin at logical page `first_page`, or after the pages of `behind`."""
         if not isinstance(pages, Mapping):
             spaces = {component.space for component in self.geometry.components}
             if len(spaces) > 1:
@@ -243,7 +241,7 @@ class Engine(Closing):
         return tables
 
     def _load_back(self, room: Room, pages: Pages, *, by_layer: bool) -> None:
-        """Enqueue the copies that a begun or claimed room needs from host memory, if any. The node hears when the GPUs are done.
+        """Enqueue a room's copies from host memory, if it needs any. The node is told when the GPUs have done them.
 
         When enqueueing fails, the room is given up and the error raised.
         """
@@ -266,13 +264,13 @@ class Engine(Closing):
         self._link.call(said, Accepted)
 
     def abort(self, room: int, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
-        """Give a room up by its id; this engine submits nothing more that touches its pages. Harmless on a room that is over.
+        """Give a room up by its id. Submit nothing more that touches its pages. Harmless on a room that is over.
 
-        `again`: on prefill, the engine computes the prompt once more and holds the next generation of the room. Decode's room fails
-        with the code `withdrawn` then, and decode may fetch the next generation.
+        `again`: on prefill, this engine computes the prompt once more and holds the room's next generation. Decode's room then
+        fails with the code `withdrawn`, and decode may fetch the next generation.
 
-        With pools on a GPU the node is told when `stream` (default: the current one) has come to this point: by this call, or
-        by a later one of this object, `events` included.
+        With pools on a GPU, this call or a later one, `events` included, tells the node once `stream` (default: the current one)
+        has come to this point.
         """
         said = AbortRoom(call=self._link.number(), room=room, reason=reason[:REASON_CHARS], again=again)
         self._let_go(said, stream)
@@ -280,8 +278,8 @@ class Engine(Closing):
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return the events of rooms since the last call, waiting up to `timeout_s` for the first event.
 
-        Calls that wait for a GPU (release, abort) are sent by this and every other call, so an engine that is otherwise
-        idle calls this now and then. Raises DetachedError, once there are no events left, when the device memory is gone.
+        Every call sends the releases and aborts whose GPU has come to their point, so an idle engine has to call this now and then.
+        Raises DetachedError, once there are no events left, when the device memory is gone.
         """
         return self._await_events(self._link.events, timeout_s)
 
@@ -301,12 +299,12 @@ class Engine(Closing):
                 return []
 
     def close(self) -> None:
-        """Leave the node. Rooms that this engine still works on fail; views must not be used any more.
+        """Leave the node. Rooms that this engine still works on fail; views must not be used any more. Harmless when closed.
 
-        No stream but the current ones, which this waits for at most as long as one call, may still use the pools. Raises
-        DeadlineError when the streams or a rank worker of this process do not end in time, UnclosedError when a rank worker has
-        ended without closing its transports. Then this process has left all the same, and the node uses its pages again when the
-        process has ended; adopted tensors must stay where they are until then. Harmless when closed.
+        Only the current streams may still use the pools; this waits for them at most as long as for one call. Raises DeadlineError
+        when the streams or a rank worker of this process do not end in time, UnclosedError when a rank worker has ended without
+        closing its transports. This process has left all the same: the node uses its pages again when the process has ended, and
+        adopted tensors must stay where they are until then.
         """
         if self._closed:
             return
@@ -321,8 +319,8 @@ class Engine(Closing):
             self._leave(through=through)
 
     def _leave(self, *, through: bool) -> None:
-        """Unmap the memory and leave the node. `through`: no GPU uses the pools any more; else the node waits for our process."""
-        with present_gpu_kept(), ExitStack() as stack:  # in the order from bottom to top
+        """Unmap the memory and leave the node, which waits for the end of our process unless no GPU uses the pools (`through`)."""
+        with present_gpu_kept(), ExitStack() as stack:  # runs from bottom to top
             stack.callback(self._link.close)
             if through:
                 stack.push(self._detach)
@@ -333,7 +331,7 @@ class Engine(Closing):
             stack.callback(self._loads.close)
 
     def _detach(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Tell the node that this process uses no page any more, unless something here could not be closed."""
+        """Tell the node that this process uses no page any more, unless closing has failed."""
         if kind is not None:
             return
         try:
@@ -342,9 +340,9 @@ class Engine(Closing):
             log.warning("detach_failed", code=failure.code, reason=str(failure))
 
     def say(self, kind: type[RoomCall], room: int, **fields: Any) -> None:  # noqa: ANN401 - the message's own
-        """Send a call about a room, behind the calls that are due. The verbs of rooms use this, and connectors (`engine.kit`).
+        """Send a call about a room, after the calls that are due. Verbs of rooms and connectors (`engine.kit`) use this.
 
-        Raises a refusal; with adopted pools this does not wait, and a refusal is an event.
+        Raises a refusal. With adopted pools this does not wait, and a refusal is an event.
         """
         self._deferred.send_due()
         self._say(kind(call=self._link.number(), room=room, **fields))
@@ -355,7 +353,7 @@ class Engine(Closing):
         return self._link.call(message, answer)
 
     def _let_go(self, message: Release | AbortRoom, stream: StreamChoice) -> None:
-        """Tell the node that pages can be used again, as soon as this engine's GPU does not use them any more."""
+        """Tell the node that pages are free, as soon as this engine's GPU does not use them any more."""
         loaded = self._loads.points(message.room)
         self._loads.forget(message.room)
         if not self._order.devices:
@@ -384,16 +382,16 @@ class Room:
     tables: Tables
     """Pages of the room, by index space."""
     host_tokens: int = 0
-    """The last so many tokens of the prefix here were in the node's host memory alone. They are loaded by copies on a GPU stream of
-    their own, for which the current stream of each GPU waits; with `by_layer` the engine calls `wait_layer` instead. With pools in
-    host memory they are there."""
+    """Tokens at the prefix's end that only the node's host memory held. Copies on a GPU stream of their own load them, and the
+    current stream of each GPU waits for the copies; with `by_layer` the engine calls `wait_layer` instead. With pools in host
+    memory the tokens are there already."""
     traceparent: str = ""
     """The room's span in W3C's form, as the parent of the engine's own spans; empty when the request is not traced."""
 
     def wait_layer(self, layer: int, *, stream: StreamChoice = None) -> None:
         """Let `stream` (default: the current one) wait until a layer of the prefix is loaded; the host does not wait.
 
-        For rooms that were begun or claimed `by_layer`: call this before the layer reads or writes a page of the room.
+        For rooms begun or claimed `by_layer`. Call this before the layer reads or writes a page of the room.
         """
         self.engine._loads.wait_layer(self.id, layer, stream)
 

@@ -1,4 +1,4 @@
-"""The decode engine: it claims a room when all rows are there, extends it and releases it."""
+"""The decode engine: it claims rooms when all rows are there, extends and releases them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from kvbridge.tier.keys import NO_KEYS, Keys
 class DecodeRoom(Room):
     """A claimed room. Its pages are the engine's until `release`, which the end of a `with` block calls.
 
-    Other rooms may read whole pages of a prompt that has page keys, and nobody writes these.
+    Other rooms may read whole pages of a prompt with page keys, and nobody writes these.
     """
 
     held_by_decode: int = 0
     """Tokens of the prompt that this node held already: their rows were not sent."""
     metadata: dict[str, bytes] = field(default_factory=dict)
-    """The bytes that each prefill rank's engine gave to `finish`, keyed by `str(rank)`."""
+    """Bytes that each prefill rank's engine gave to `finish`, by `str(rank)`."""
     amounts: Amounts = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     _is_over: bool = False
 
     def parts(self, tokens: int | None = None, *, behind: int = 0) -> Iterator[Part]:
-        """Yield the rows of a request of `tokens` tokens (default: the prompt); of growing caches those behind `behind` tokens."""
+        """Yield the rows of a request of `tokens` tokens (default: the prompt). Rows of growing caches start at token `behind`."""
         count = self.prompt_tokens if tokens is None else tokens
         return self.engine._parts(self.tables, lambda component, _: component.live_rows(count, behind))
 
     def extend(self, tokens: int) -> Tables:
         """Reserve pages for `tokens` tokens in all (prompt and generated); return `tables`, which has them. Raises CapacityError.
 
-        The table of window pages is a ring: at each length, `rotate_window` takes the pages out of it that `window_pages` names.
+        The table of window pages is a ring: at each length, `rotate_window` takes out the pages that `window_pages` names.
         """
         engine = self.engine
         pages = engine._call(Extend(call=engine._link.number(), room=self.id, tokens=tokens), Pages)
@@ -60,17 +60,15 @@ class DecodeRoom(Room):
         sparse: SparseRows | None = None,
         stream: StreamChoice = None,
     ) -> None:
-        """Say that the request has ended: submit nothing more that touches its pages.
+        """Say that the request has ended. Submit nothing more that touches its pages.
 
-        `valid_tokens`: number of tokens whose rows are complete in the pages: the prompt, and all generated tokens but the last,
-        which was not fed. `page_keys`: the keys of these tokens. Without them, and in a room without keys, nothing of the answer is
-        kept. All engines of the node must say the same. After InvalidInputError, KeyMismatchError and ConflictError nothing is
-        kept; the pages are released all the same.
+        `valid_tokens`: tokens whose rows are complete in the pages: the prompt, and all generated tokens but the last, which was
+        not fed. `page_keys`: the keys of these tokens. Without them, and in a room without keys, nothing of the answer is kept. All
+        engines of the node must say the same. After InvalidInputError, KeyMismatchError and ConflictError nothing is kept; the
+        pages are released all the same. `sparse`: counts of a hot buffer (`SparseCache.release`), for the node's metrics.
 
-        `sparse`: counts of a hot buffer (`SparseCache.release`), for the node's metrics.
-
-        With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. The node
-        is told by this call or by a later one, `events` included; this call does not wait.
+        With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. This call or a
+        later one, `events` included, tells the node; this call does not wait.
         """
         self._is_over = True
         answer = {"valid_tokens": valid_tokens, "page_hashes": page_keys.data}
@@ -85,7 +83,7 @@ class DecodeRoom(Room):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Release the room, unless that was done. An error of the block is worth more than an error of the release."""
+        """Release the room unless it is over. An error of the block is worth more than an error of the release."""
         if self._is_over:
             return
         try:

@@ -1,4 +1,4 @@
-"""The prefill engine: it begins or holds a room, publishes rows while it computes, and finishes the room."""
+"""The prefill engine: it begins or holds rooms, publishes rows while it computes, and finishes rooms."""
 
 from __future__ import annotations
 
@@ -37,26 +37,27 @@ class PrefillRoom(Room):
 
     held_by_decode: int = 0
     """Tokens that decode holds already, if its offer has come: their rows are not sent. Write them all the same, because later
-    prompts may share the pages of this node; only `held_by_prefill` says which rows need not be written."""
+    prompts may share the pages. Only rows of `held_by_prefill` need not be written."""
     held_by_prefill: int = 0
-    """Tokens that this node holds already: the engine starts to compute there. Their rows are in `tables`, must only be read, and
-    count as published."""
+    """Tokens that this node holds already: the engine starts to compute there. Their rows are in `tables` and count as published.
+    Only read them."""
     restore: Tables = field(default_factory=dict)
-    """State to start from, as the tables of a request of `held_by_prefill` tokens: the same growing rows, and the windows and
-    states at that token. Only read these pages, until `finish` or `abort`."""
+    """Pages to start from, as tables of a request of `held_by_prefill` tokens: the same growing rows, and the windows and states at
+    that token. Only read these pages, until `finish` or `abort`."""
     checkpoints: Mapping[int, Tables] = field(default_factory=dict)
-    """Tokens, ascending, at which the node asks for a checkpoint, each with the pages for it. When the engine has computed exactly
-    so many tokens, it writes its windows and states there (`checkpoint_parts`) and names the checkpoint with `finish`. A checkpoint
-    that is left out only means that later requests cannot start there."""
+    """Tokens, ascending, at which the node asks for a checkpoint, each with the pages for it. An engine that has computed exactly
+    so many tokens writes its windows and states there (`checkpoint_parts`) and names the checkpoint with `finish`. If it leaves a
+    checkpoint out, later requests cannot start there."""
     _published: int = 0
     _published_layers: dict[int, int] = field(default_factory=dict)
     _points: set[StreamPoint] | None = None
-    """Points behind which a GPU has written the published rows; None: no GPU writes for this room."""
+    """Points after which a GPU has written the published rows; None: no GPU writes for this room."""
 
     def final_parts(self, upto: int, *, layers: Collection[int] | None = None) -> Iterator[Part]:
-        """Yield the rows that become final when the first `upto` tokens are computed: those that `publish(upto)` publishes.
+        """Yield the rows that become final with the first `upto` tokens: those that `publish(upto)` publishes.
 
-        Growing rows since the last publication; windows and states with the last token of the prompt. `layers`: only these.
+        These are growing rows since the last publication, and with the prompt's last token windows and states. `layers`: only
+        these.
         """
 
         def rows(component: Component, layer: int) -> RowInterval:
@@ -68,7 +69,7 @@ class PrefillRoom(Room):
         return self.engine._parts(self.tables, rows, layers)
 
     def restored_parts(self) -> Iterator[Part]:
-        """Yield the rows to start from: of `held_by_prefill` tokens, windows and states included."""
+        """Yield the rows to start from: those of `held_by_prefill` tokens, with windows and states."""
         return self.engine._parts(self.restore, lambda part, _: part.live_rows(self.held_by_prefill))
 
     def checkpoint_parts(self, tokens: int) -> Iterator[Part]:
@@ -88,11 +89,10 @@ class PrefillRoom(Room):
         pages: OwnPages | None = None,
         stream: StreamChoice = None,
     ) -> None:
-        """Say that the first `upto` tokens are final in memory, on every layer or on `layers`.
+        """Publish the first `upto` tokens: they are final in memory, on every layer or on `layers`.
 
-        `pages` (adopted pools): further pages of the room, behind the pages that were named before. Pages that hold published
-        tokens only, on every layer, the room only reads: other rooms may name them too, and nobody writes them until these rooms
-        are over.
+        `pages` (adopted pools): further pages of the room, after those named before. The room only reads pages whose tokens are all
+        published on every layer: other rooms may name them too, and nobody writes them until these rooms are over.
 
         With pools on a GPU the tokens are final when `stream` (default: the current one) has come to this point. Nothing is read
         before that, and this call does not wait.
@@ -123,20 +123,20 @@ class PrefillRoom(Room):
         self._say_published(self.held_by_prefill, None, load.points, {})
 
     def finish(self, *, metadata: bytes = b"", checkpoints: Collection[int] = ()) -> None:
-        """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with the last bytes.
+        """Say that everything is published. `metadata` (at most 64 KiB) travels to the decode engine with the last bytes.
 
-        `checkpoints`: tokens of the written checkpoints, among those that the room asks for. With pools on a GPU the engine has
-        written them before its last `publish`, on the same stream.
+        `checkpoints`: tokens of the written checkpoints, among those that the room asks for. With pools on a GPU, write them before
+        the last `publish`, on the same stream.
 
-        The pages go to a later room once they are sent. With pools on a GPU, pages of a room that fails are used again when the
-        GPU has written the published rows; this or a later call informs the node.
+        The pages go to a later room once they are sent. With pools on a GPU, pages of a failed room are used again when the GPU has
+        written the published rows; this or a later call tells the node.
         """
         engine = self.engine
         engine._loads.forget(self.id)
         by_gpu = self._points is not None
         try:
             engine.say(Finish, self.id, metadata=metadata, by_gpu=by_gpu, checkpoints=tuple(checkpoints))
-        finally:  # a room that is over by now is let go of like any other
+        finally:  # the engine lets go of a room that is over by now like of any other
             if self._points is not None:
                 written = partial(engine._order.passed, frozenset(self._points))
                 engine._deferred.send_when(written, f"release of room {self.id}", self._release)
@@ -164,10 +164,9 @@ class PrefillEngine(Engine):
         namespace: str = "",
         retention: Retention | None = None,
     ) -> None:
-        """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full.
+        """Admit a room, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full.
 
-        `page_keys`: those of the prompt, computed with the same `namespace`. `retention`: priority of its cached pages, and for how
-        long.
+        `page_keys`: the prompt's, computed with the same `namespace`. `retention`: priority of its cached pages, and for how long.
         """
         call = Admit(
             call=self._link.number(),
@@ -194,13 +193,13 @@ class PrefillEngine(Engine):
     ) -> PrefillRoom:
         """Adopted pools: admit a room for a prompt that this engine computes or has computed, and hold its pages for decode.
 
-        `pages`: the pages so far, as for `begin`; None: `begin` follows. `held_by_prefill`: as for `begin`. An engine that has
-        computed the whole prompt names all of it: it only reads the pages now, and other requests may read them as well.
+        `pages`: the pages so far, as for `begin`; None: `begin` follows. `held_by_prefill`: as for `begin`. After computing the
+        whole prompt, name all of it: the room only reads the pages then, and other requests may read them as well.
         `published_tokens`: so many are final in memory. The whole prompt finishes the room, and `metadata` travels as with
         `finish`; otherwise `publish`, with further pages, and `finish` follow. `prompt_digest`: at most 32 bytes that identify the
         prompt; a decode engine that names another digest gets nothing.
 
-        This does not wait. Events tell the rest: the pages are the room's until `completed`, `refused`, `aborted` or `failed`.
+        This does not wait. The pages are the room's until an event `completed`, `refused`, `aborted` or `failed`.
         """
         tables = None if pages is None else self._own_tables(pages)
         self.say(
@@ -222,7 +221,7 @@ class PrefillEngine(Engine):
     def restorable(self, room: int) -> tuple[int, ...]:
         """Return the tokens at which an admitted room can start, ascending, always with 0; see `at_most` of `begin`.
 
-        The answer is true now. By the time of `begin` only its last entry is sure to be there still.
+        The answer is true now. At `begin`, only its last entry is sure to be there still.
         """
         return self._call(AskRestorable(call=self._link.number(), room=room), Restorable).tokens
 
@@ -237,7 +236,7 @@ class PrefillEngine(Engine):
         at_most: int | None = None,
         by_layer: bool = False,
     ) -> PrefillRoom:
-        """Start to compute an admitted room, and learn its pages.
+        """Start to compute an admitted room, and get its pages.
 
         `page_keys`: those of the tokens that this engine computes. Needed for a room that was admitted with keys, otherwise without
         effect. Other keys than the room's raise KeyMismatchError, and the room fails.
@@ -247,14 +246,14 @@ class PrefillEngine(Engine):
         name them too; do not write these pages until all of these rooms have ended. Every other page belongs to one room alone.
 
         `at_most`: start at no more than so many tokens. Engines of an instance with several prefill nodes must start at the same
-        token: they compare their answers of `restorable`, and all begin with the largest number that is in every answer. Raises
+        token: they compare their answers of `restorable`, and all begin with the largest number in every answer. Raises
         CapacityError when there are no pages for the rest of the prompt.
 
         `by_layer`: see `host_tokens` and `wait_layer` of the room. Raises TransportError when the copies from host memory cannot be
         submitted; the room is given up then.
 
-        Raises UnknownRoomError; ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
-        neither finished nor aborted; InvalidInputError when the lengths differ.
+        Raises UnknownRoomError; ConflictError on a second begin, and with pools on a GPU for a room with an earlier attempt that
+        was neither finished nor aborted; InvalidInputError when the lengths differ.
         """
         by_gpu = bool(self._order.devices)
         message = Begin(
