@@ -27,7 +27,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, Tables
 from kvbridge.demo.plan import CHUNK_TOKENS, Plan, RowEncoding, Text
 from kvbridge.engine import DecodeEngine, DecodeRoom, PrefillEngine
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, read_parts, reencoded
 from kvbridge.engine.adapters.transformers import (
     SparseDecoder,
     forward,
@@ -75,22 +75,18 @@ class Prefill(Model):
     def _serve(self, room: int, prompt: Text) -> tuple[Facts, Logits]:
         engine = self.engine
         begun = engine.begin(room, prompt_tokens=len(prompt), page_keys=self.keys(engine, prompt))
-        computed, views = begun.held_by_prefill, engine.views.values()
-        packer = PrefillPacker(
-            self.codec,
-            Placement(views, begun.tables),
-            prompt_tokens=len(prompt),
-            computed_tokens=computed,
-            checkpoints=begun.checkpoints,
-        )
+        computed, checkpoints = begun.held_by_prefill, list[int]()
 
         def publish(held: Any, upto: int) -> None:  # noqa: ANN401 - the model's cache
-            packer.advance(held)
+            self.codec.write(held, begun.final_parts(upto))
+            if upto in begun.checkpoints:
+                self.codec.write(held, begun.checkpoint_parts(upto))
+                checkpoints.append(upto)
             begun.publish(upto)
 
-        cache = self.codec.decode(computed, Placement(views, begun.restore).read) if computed else None
+        cache = self.codec.decode(computed, read_parts(begun.restored_parts())) if computed else None
         made = prefill_chunks(self.model, prompt, chunk_tokens=CHUNK_TOKENS, on_chunk=publish, cache=cache)
-        begun.finish(metadata=str(made.first_token).encode(), checkpoints=packer.checkpointed)
+        begun.finish(metadata=str(made.first_token).encode(), checkpoints=checkpoints)
         engine.events()  # decode hears of a failure, too
         return {"computed_tokens": computed, "source_pages": _page_ids(begun.tables)}, _array(made.logits[None])
 
@@ -154,12 +150,13 @@ class Decode(Model):
         notes = set(claimed.metadata.values())
         if len(notes) != 1:
             raise ConflictError(f"room {room}: prefill ranks {sorted(claimed.metadata)} sent different first tokens")
-        placement, tokens, slot = Placement(self.engine.views.values(), claimed.tables), claimed.prompt_tokens, 0
+        read, tokens, slot = read_parts(claimed.parts()), claimed.prompt_tokens, 0
         if self._decoder is None:
-            cache = self.codec.decode(tokens, placement.read)
+            cache = self.codec.decode(tokens, read)
         else:
             slot = self._decoder.store.requests.free_slot()
-            cache = self._decoder.admit(slot, placement, tokens=tokens, shared_tokens=claimed.held_by_decode)
+            shared_tokens = claimed.held_by_decode
+            cache = self._decoder.admit(slot, claimed.tables, read, tokens=tokens, shared_tokens=shared_tokens)
         return _Decoding(claimed, [int(notes.pop())], cache, slot)
 
     def _release(self, each: _Decoding) -> tuple[Facts, Text, Logits]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from kvbridge.core.errors import BridgeError, DetachedError, InvalidInputError, UnsupportedError
-from kvbridge.core.geometry.components import Component, ModelGeometry, RowInterval
+from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region, fingerprint
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
 from kvbridge.core.process import Closing
@@ -41,7 +41,7 @@ from kvbridge.engine.streams import (
     StreamOrder,
     rank_copiers,
 )
-from kvbridge.engine.views import Part, PoolViews
+from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.telemetry.logs import leave_standard_output
 from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
@@ -51,8 +51,6 @@ log = structlog.get_logger(__name__)
 DEFAULT_CALL_TIMEOUT_S = 10.0
 OwnPages = Sequence[int] | Mapping[IndexSpace, Sequence[int] | PageTable]
 """Block ids of an engine with adopted memory, in the order of the tokens; by index space when the model has several."""
-RowsOf = Callable[[Component, int], RowInterval]
-"""Rows of a component in a layer."""
 
 
 class Engine(Closing):
@@ -208,18 +206,6 @@ class Engine(Closing):
     def layers(self, rank: Rank) -> tuple[int, ...]:
         """Global layer ids of a rank."""
         return self._answer.layers[str(rank)]
-
-    def _parts(self, tables: Tables, rows_of: RowsOf, layers: Collection[int] | None = None) -> Iterator[Part]:
-        for rank, views in self.views.items():
-            for component in self.geometry.components:
-                for layer in views.layers(component.kind):
-                    if layers is not None and layer not in layers:
-                        continue
-                    rows = rows_of(component, layer)
-                    if rows.count:
-                        view = views.home(component.kind, layer, tables=tables)
-                        table = view.table(tables)
-                        yield Part(rank, component.kind, layer, slice(rows.start, rows.stop), view, table)
 
     def _own_tables(self, pages: OwnPages, first_page: int = 0, behind: Tables | None = None) -> Tables:
         """Return page ids as tables. Plain ids begin at logical page `first_page`, or after the pages of `behind`."""

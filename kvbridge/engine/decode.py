@@ -18,7 +18,7 @@ from kvbridge.core.wire.engine_messages import Claim, Extend, Fetch, Pages, Prov
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.engine.base import Engine, OwnPages, Room
 from kvbridge.engine.streams import StreamChoice
-from kvbridge.engine.views import Part
+from kvbridge.engine.views import Part, parts_of
 from kvbridge.tier.keys import NO_KEYS, Keys
 
 
@@ -40,7 +40,7 @@ class DecodeRoom(Room):
     def parts(self, tokens: int | None = None, *, behind: int = 0) -> Iterator[Part]:
         """Yield the rows of a request of `tokens` tokens (default: the prompt). Rows of growing caches start at token `behind`."""
         count = self.prompt_tokens if tokens is None else tokens
-        return self.engine._parts(self.tables, lambda component, _: component.live_rows(count, behind))
+        return parts_of(self.engine.views, self.tables, lambda component, _: component.live_rows(count, behind))
 
     def extend(self, tokens: int) -> Tables:
         """Reserve pages for `tokens` tokens in all (prompt and generated); return `tables`, which has them. Raises CapacityError.

@@ -27,7 +27,7 @@ from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.base import Engine, OwnPages, Room
 from kvbridge.engine.streams import Load, StreamChoice
-from kvbridge.engine.views import Part, section_rows
+from kvbridge.engine.views import Part, parts_of, section_rows
 from kvbridge.tier.keys import NO_KEYS, Keys
 
 
@@ -66,11 +66,11 @@ class PrefillRoom(Room):
                 component, Section(prompt_tokens=self.prompt_tokens, start_token=min(start, upto), stop_token=upto)
             )
 
-        return self.engine._parts(self.tables, rows, layers)
+        return parts_of(self.engine.views, self.tables, rows, layers)
 
     def restored_parts(self) -> Iterator[Part]:
         """Yield the rows to start from: those of `held_by_prefill` tokens, with windows and states."""
-        return self.engine._parts(self.restore, lambda part, _: part.live_rows(self.held_by_prefill))
+        return parts_of(self.engine.views, self.restore, lambda part, _: part.live_rows(self.held_by_prefill))
 
     def checkpoint_parts(self, tokens: int) -> Iterator[Part]:
         """Yield the windows and states of the checkpoint at `tokens` tokens. Write them before the next `publish`."""
@@ -79,7 +79,7 @@ class PrefillRoom(Room):
             grows = component.liveness is Liveness.GROWING
             return RowInterval(start=0, stop=0) if grows else component.live_rows(tokens)
 
-        return self.engine._parts(self.checkpoints[tokens], rows)
+        return parts_of(self.engine.views, self.checkpoints[tokens], rows)
 
     def publish(
         self,

@@ -7,7 +7,7 @@ came from `page`, is gone; a later use is a crash.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -245,23 +245,6 @@ class PoolViews:
         has, needs = (", ".join(f"'{space}'" for space in sorted(each)) or "no space" for each in (tables, spaces))
         raise InvalidInputError(f"{kind} layer {layer}: the request has pages in {has}, this rank needs one of {needs}")
 
-    def write_rows(
-        self, kind: ComponentKind, layer: int, *, tables: Tables, start_row: int, rows: torch.Tensor
-    ) -> None:
-        """Write rows [start_row, start_row + n) of a request: uint8 [n, lanes * row_bytes]; see `RegionView`.
-
-        Raises InvalidInputError, PageOutOfBoundsError or NotFoundError; then nothing has been written.
-        """
-        view = self.home(kind, layer, tables=tables)
-        view.write(place_rows(view.component, view.table(tables), start_row, start_row + len(rows)), rows)
-
-    def read_rows(
-        self, kind: ComponentKind, layer: int, *, tables: Tables, start_row: int, stop_row: int
-    ) -> torch.Tensor:
-        """Return a copy of rows [start_row, stop_row) of a request: uint8 [n, lanes * row_bytes]."""
-        view = self.home(kind, layer, tables=tables)
-        return view.read(place_rows(view.component, view.table(tables), start_row, stop_row))
-
     def _spaces(self, kind: ComponentKind, layer: int) -> dict[IndexSpace, RegionView]:
         spaces = self._homes.get((kind, layer))
         if spaces is None:
@@ -300,6 +283,24 @@ class Part:
 
     def _places(self) -> RowPlaces:
         return place_rows(self.view.component, self.table, self.rows.start, self.rows.stop)
+
+
+def parts_of(
+    views_of: Mapping[Rank, PoolViews],
+    tables: Tables,
+    rows_of: Callable[[Component, int], RowInterval],
+    layers: Collection[int] | None = None,
+) -> Iterator[Part]:
+    """Yield rows of a request in the pools of these ranks: those that `rows_of` names for a component and layer."""
+    for rank, views in views_of.items():
+        for component in views.geometry.components:
+            for layer in views.layers(component.kind):
+                if layers is not None and layer not in layers:
+                    continue
+                rows = rows_of(component, layer)
+                if rows.count:
+                    view = views.home(component.kind, layer, tables=tables)
+                    yield Part(rank, component.kind, layer, slice(rows.start, rows.stop), view, view.table(tables))
 
 
 def _check_form(component: Component, region: Region) -> None:

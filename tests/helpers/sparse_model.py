@@ -13,7 +13,8 @@ from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
+from kvbridge.engine import DecodeRoom, PrefillRoom
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, read_parts, reencoded
 from kvbridge.engine.adapters.transformers import (
     Generated,
     Prefill,
@@ -24,7 +25,7 @@ from kvbridge.engine.adapters.transformers import (
 )
 from kvbridge.sparse import SparseCache
 from tests.helpers.sparse_reference import SelectedAttention, reencoding_cache
-from tests.helpers.torch_pools import Form, Pools, load_config, make_pools, prompt_tokens
+from tests.helpers.torch_pools import Form, Pools, engine_of, load_config, make_pools, part, prompt_tokens
 
 C4 = ComponentKind.C4_KV
 HOST = frozenset({C4})
@@ -79,8 +80,7 @@ class SparseModelPair:
         tokens = prefill.cache.get_seq_length()
         form = Form(host=HOST, page_first=True, extent_pages=3)
         pools = make_pools(self.geometry, tokens=tokens + steps, prompt_tokens=tokens, seed=seed, form=form)
-        placement = Placement([pools.views], pools.tables)
-        PrefillPacker(self.codec, placement, prompt_tokens=tokens).advance(prefill.cache)
+        self.codec.write(prefill.cache, PrefillRoom(engine_of(pools), 1, 1, tokens, pools.tables).final_parts(tokens))
         return pools
 
     def store(self, host: Pools, *, hot_rows: int, max_tokens: int, max_requests: int = 2, **more: int) -> SparseCache:
@@ -92,7 +92,7 @@ class SparseModelPair:
 
     def host_entries(self, host: Pools, layer: int, tables: Tables, *, start: int, stop: int) -> torch.Tensor:
         """What host pages hold of a request, as numbers: [rows, width]."""
-        rows = host.views.read_rows(C4, layer, tables=tables, start_row=start, stop_row=stop)
+        rows = part(host.views, tables, C4, layer, start, stop).read()
         return self.codec.row_codec(C4).decode(rows).to(self.device)
 
 
@@ -115,4 +115,5 @@ def admitted(
 ) -> SparseRequest:
     """Admit the request in `pools`, with its own host table or another one."""
     tables = pools.tables if host is None else {**pools.tables, IndexSpace.HOST: host}
-    return SparseRequest(decoder, slot, decoder.admit(slot, Placement([pools.views], tables), tokens=tokens))
+    read = read_parts(DecodeRoom(engine_of(pools), 1, 1, tokens, tables).parts())
+    return SparseRequest(decoder, slot, decoder.admit(slot, tables, read, tokens=tokens))

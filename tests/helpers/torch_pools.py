@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region, lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, first_window_page, pages_needed
-from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Tables
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Tables
 from kvbridge.demo.plan import prose
 from kvbridge.engine.adapters.transformers import forward
-from kvbridge.engine.views import PoolViews
+from kvbridge.engine.streams import StreamOrder
+from kvbridge.engine.views import Part, PoolViews
 
 SPARE_PAGES = 3
 
@@ -72,10 +74,20 @@ def copy_request(geometry: ModelGeometry, source: Pools, target: Pools, *, token
     for component in geometry.components:
         rows = component.live_rows(tokens)
         for layer in source.views.layers(component.kind):
-            moved = source.views.read_rows(
-                component.kind, layer, tables=source.tables, start_row=rows.start, stop_row=rows.stop
-            )
-            target.views.write_rows(component.kind, layer, tables=target.tables, start_row=rows.start, rows=moved)
+            place = component.kind, layer, rows.start, rows.stop
+            part(target.views, target.tables, *place).write(part(source.views, source.tables, *place).read())
+
+
+def part(views: PoolViews, tables: Tables, kind: ComponentKind, layer: int, start: int, stop: int) -> Part:
+    """Rows of one layer of a request."""
+    view = views.home(kind, layer, tables=tables)
+    return Part(Rank(pp=0, tp=0), kind, layer, slice(start, stop), view, view.table(tables))
+
+
+def engine_of(*stages: Pools) -> Any:
+    """An engine with these pools as pipeline stages, and no node: for rooms whose parts are written and read."""
+    views = {Rank(pp=number, tp=0): stage.views for number, stage in enumerate(stages)}
+    return SimpleNamespace(views=views, say=lambda *_, **__: None, _order=StreamOrder({}))
 
 
 def _regions(

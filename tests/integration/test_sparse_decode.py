@@ -13,13 +13,12 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.engine.adapters.deepseek_v4 import Placement
 from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, SparseDecoder, SparseLayer
 from tests.helpers.matrices import kept, one_in
 from tests.helpers.sparse_model import C4, SparseModelPair, admitted
 from tests.helpers.sparse_reference import foreign_processor
 from tests.helpers.sparse_simulation import check_tables
-from tests.helpers.torch_pools import follow, prompt_tokens
+from tests.helpers.torch_pools import follow, part, prompt_tokens
 
 STEPS = 120
 
@@ -110,9 +109,9 @@ def test_requests_in_turn_share_a_buffer_and_grow(scene):
         def arrive(number: int, slot: int):
             rows, of = lengths[number] // 4, pools[number]
             for layer in scene.c4.layers:
-                moved = of.views.read_rows(C4, layer, tables=of.tables, start_row=0, stop_row=rows)
+                moved = part(of.views, of.tables, C4, layer, 0, rows).read()
                 table = PageTable(IndexSpace.HOST, tables[number], 0)
-                host.views.write_rows(C4, layer, tables={IndexSpace.HOST: table}, start_row=0, rows=moved)
+                part(host.views, {IndexSpace.HOST: table}, C4, layer, 0, rows).write(moved)
             first = PageTable(IndexSpace.HOST, tables[number][: -(-rows // 64)], 0)
             return admitted(decoder, of, slot, tokens=lengths[number], host=first)
 
@@ -145,7 +144,7 @@ def test_without_a_host_page_a_step_is_refused_before_it_begins(scene):
         decoder.store.extend(0, table)
         request.step(tokens[252])
         assert request.cache.get_seq_length() == 256
-    written = pools.views.read_rows(C4, scene.c4.layers[0], tables=pools.tables, start_row=0, stop_row=64)
+    written = part(pools.views, pools.tables, C4, scene.c4.layers[0], 0, 64).read()
     assert (written != 0xA5).any(dim=1).all()
 
 
@@ -167,7 +166,7 @@ def test_what_does_not_fit_is_refused(scene):
     with decoding(scene, pools) as decoder:
         device_only = {space: table for space, table in pools.tables.items() if space is not IndexSpace.HOST}
         with pytest.raises(InvalidInputError, match="no pages in the host pool"):
-            decoder.admit(0, Placement([pools.views], device_only), tokens=300)
+            decoder.admit(0, device_only, None, tokens=300)
         request = admitted(decoder, pools, 0, tokens=300)
         with pytest.raises(InvalidInputError, match="one token of one request"), torch.no_grad():
             scene.model(torch.tensor([[1] * 8]), **{CACHE_ARGUMENT: request.cache}, use_cache=True)

@@ -12,11 +12,12 @@ from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.geometry.pages import first_window_page
 from kvbridge.core.ids import IndexSpace, PageTable
 from tests.helpers.matrices import one_in
-from tests.helpers.torch_pools import Form, Pools, copy_request, make_pools
+from tests.helpers.torch_pools import Form, Pools, copy_request, engine_of, make_pools, part
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
+from kvbridge.engine import DecodeRoom, PrefillRoom
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, read_parts, reencoded
 from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks
 from tests.helpers.torch_pools import follow, load_config, prompt_tokens
 
@@ -56,33 +57,39 @@ class Engine:
         forms = [Form(layers=list(layers)) for layers in (range(half), range(half, count))]
         return [make_pools(self.geometry, tokens=tokens, form=form) for form in forms]
 
-    def prefill(self, placement: Placement, tokens, *, chunk=CHUNK, computed=0, checkpoints=None):
-        """Compute a prompt, from a checkpoint of `computed` tokens if that is not 0, and pack each chunk."""
+    def prefill(self, stages, tables, tokens, *, chunk=CHUNK, computed=0, checkpoints=None):
+        """Compute a prompt, from a checkpoint of `computed` tokens if that is not 0, and write each chunk."""
         checkpoints = checkpoints or {}
-        packer = PrefillPacker(
-            self.codec, placement, prompt_tokens=len(tokens), computed_tokens=computed, checkpoints=checkpoints
-        )
-        before = Placement(placement.views, checkpoints[computed]) if computed else None
-        cache = self.codec.decode(computed, before.read) if before else None
-        made = prefill_chunks(
-            self.model, tokens, chunk_tokens=chunk, on_chunk=lambda held, _: packer.advance(held), cache=cache
-        )
-        assert packer.checkpointed == [end for end in checkpoints if computed < end and end % chunk == 0]
+        start = {"held_by_prefill": computed, "_published": computed, "checkpoints": checkpoints}
+        restore = {"restore": checkpoints[computed]} if computed else {}
+        room = PrefillRoom(engine_of(*stages), 1, 1, len(tokens), tables, **start, **restore)
+        written = []
+
+        def write(cache, upto):
+            self.codec.write(cache, room.final_parts(upto))
+            if upto in checkpoints:
+                self.codec.write(cache, room.checkpoint_parts(upto))
+                written.append(upto)
+            room.publish(upto)
+
+        cache = self.codec.decode(computed, read_parts(room.restored_parts())) if computed else None
+        made = prefill_chunks(self.model, tokens, chunk_tokens=chunk, on_chunk=write, cache=cache)
+        assert written == [end for end in checkpoints if computed < end and end % chunk == 0]
         return made
 
     def moved(self, tokens, *, chunk=CHUNK):
         """Prefill on two stages, move, unpack: (the prefill, decode's cache)."""
         sources = self.stages(len(tokens))
-        made = self.prefill(together(sources), tokens, chunk=chunk)
+        made = self.prefill(sources, sources[0].tables, tokens, chunk=chunk)
         form = Form(host=HOST, page_first=True, extent_pages=2)
         target = make_pools(self.geometry, tokens=len(tokens), seed=9, form=form)
         for source in sources:
             copy_request(self.geometry, source, target, tokens=len(tokens))
-        return made, self.codec.decode(len(tokens), Placement([target.views], target.tables).read)
+        return made, self.codec.decode(len(tokens), read_parts(claimed([target], len(tokens)).parts()))
 
 
-def together(stages: list[Pools], tables=None) -> Placement:
-    return Placement([stage.views for stage in stages], tables or stages[0].tables)
+def claimed(stages, tokens, tables=None) -> DecodeRoom:
+    return DecodeRoom(engine_of(*stages), 1, 1, tokens, tables or stages[0].tables)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,15 +150,14 @@ def test_every_component_decides_the_logits(tiny, kind):
     """A transfer that loses one component must not pass for a good one."""
     length = 507  # both compressors close a block within the steps, and there are more entries than the indexer picks
     source = make_pools(tiny.geometry, tokens=length)
-    placement = Placement([source.views], source.tables)
-    made = tiny.prefill(placement, prompt_tokens(length))
+    made = tiny.prefill([source], source.tables, prompt_tokens(length))
     component = tiny.geometry.component(kind)
     rows = component.live_rows(length)
     for layer in component.layers:
         nothing = torch.zeros((rows.count, component.row_bytes), dtype=torch.uint8)
-        source.views.write_rows(kind, layer, tables=source.tables, start_row=rows.start, rows=nothing)
+        part(source.views, source.tables, kind, layer, rows.start, rows.stop).write(nothing)
     ours = generate(tiny.model, made.cache, first_token=made.first_token, steps=STEPS)
-    cache = tiny.codec.decode(length, placement.read)
+    cache = tiny.codec.decode(length, read_parts(claimed([source], length).parts()))
     assert not torch.equal(ours.logits, follow(tiny.model, cache, tokens=ours.tokens))
 
 
@@ -196,17 +202,17 @@ def test_a_hit_equals_a_cold_run(tiny, beyond):
     tokens = prompt_tokens(2 * PAGE + (beyond or PAGE), offset=13 * beyond)
     length, stages = len(tokens), tiny.stages(8 * PAGE)
     checkpoints = {end: tables_of(stages[0], [0, 1, 2], [1 + end // PAGE], end) for end in (PAGE, 2 * PAGE)}
-    placement = together(stages, tables_of(stages[0], [0, 1, 2], [0, 1], length))
-    cold = tiny.prefill(placement, tokens, chunk=PAGE, checkpoints=checkpoints)
-    rows = rows_of(tiny, placement, length)
+    tables = tables_of(stages[0], [0, 1, 2], [0, 1], length)
+    cold = tiny.prefill(stages, tables, tokens, chunk=PAGE, checkpoints=checkpoints)
+    rows = rows_of(stages, tables, length)
     answer = generate(tiny.model, cold.cache, first_token=cold.first_token, steps=STEPS)
     for end in checkpoints:
         own = [0, 1, 2][: end // PAGE] + [3, 4, 5][end // PAGE :]
-        again = together(stages, tables_of(stages[0], own, [0, 1], length))
+        again = tables_of(stages[0], own, [0, 1], length)
         spoil_windows(tiny, stages, [0, 1])
-        hit = tiny.prefill(again, tokens, chunk=PAGE, computed=end, checkpoints=checkpoints)
+        hit = tiny.prefill(stages, again, tokens, chunk=PAGE, computed=end, checkpoints=checkpoints)
         assert torch.equal(hit.logits, cold.logits)
-        assert all(map(torch.equal, rows_of(tiny, again, length), rows))
+        assert all(map(torch.equal, rows_of(stages, again, length), rows))
         theirs = generate(tiny.model, hit.cache, first_token=hit.first_token, steps=STEPS)
         assert torch.equal(theirs.logits, answer.logits)
 
@@ -219,14 +225,9 @@ def spoil_windows(engine, stages: list[Pools], ids: list[int]) -> None:
                     stage.views.region(component.kind, layer, space=component.space).page(page).fill_(0x5C)
 
 
-def rows_of(engine, placement: Placement, tokens: int) -> list[torch.Tensor]:
+def rows_of(stages, tables, tokens: int) -> list[torch.Tensor]:
     """All live rows of a request."""
-    return [
-        placement.read(component, layer, live.start, live.stop)
-        for component in engine.geometry.components
-        for live in [component.live_rows(tokens)]
-        for layer in component.layers
-    ]
+    return [each.read() for each in claimed(stages, tokens, tables).parts()]
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -235,14 +236,12 @@ def rows_of(engine, placement: Placement, tokens: int) -> list[torch.Tensor]:
 def test_what_does_not_fit_is_refused(tiny, small):
     first, _ = small.stages(40)
     with pytest.raises(InvalidInputError, match="no rank here holds swa_kv layer 2"):
-        small.codec.decode(20, together([first]).read)
+        small.codec.decode(20, read_parts(claimed([first], 20).parts()))
     with pytest.raises(InvalidInputError, match="a cache of 0 tokens"):
-        small.codec.decode(0, together([first]).read)
-    with pytest.raises(InvalidInputError, match="prefix of 100 tokens ends inside a page of 256"):
-        PrefillPacker(small.codec, together([first]), prompt_tokens=300, computed_tokens=100)
+        small.codec.decode(0, read_parts(()))
     cache = prefill_chunks(small.model, prompt_tokens(40), chunk_tokens=40).cache
-    with pytest.raises(ConflictError, match="40 tokens; 0 of 39"):
-        PrefillPacker(small.codec, together([first]), prompt_tokens=39).advance(cache)
+    with pytest.raises(ConflictError, match=r"a cache of 40 tokens does not hold all of rows \[0, 41\)"):
+        small.codec.encode(cache, small.geometry.component(ComponentKind.SWA_KV), 0, start=0, stop=41)
     with pytest.raises(InvalidInputError, match="longer than the 40 tokens that are computed"):
         prefill_chunks(small.model, prompt_tokens(40), chunk_tokens=40, cache=cache)
     with pytest.raises(InvalidInputError, match="layer_types"):

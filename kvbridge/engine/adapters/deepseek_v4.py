@@ -13,20 +13,17 @@ The cache of one request of L tokens, and the component of each part:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import DeepseekV4Config, DynamicCache
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry, RowInterval
-from kvbridge.core.ids import Tables
-from kvbridge.core.plan.operations import Section
+from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, ModelGeometry
 from kvbridge.engine.encodings import RowCodec, row_codec
-from kvbridge.engine.views import PoolViews, section_rows
+from kvbridge.engine.views import Part
 
 SWA, C4, INDEXER, C128 = ComponentKind.SWA_KV, ComponentKind.C4_KV, ComponentKind.C4_INDEXER, ComponentKind.C128_KV
 _ENTRIES = {C4: "compressor", INDEXER: "indexer", C128: "compressor"}
@@ -36,8 +33,6 @@ _STATES = {_STATE_OF[kind]: name for kind, name in _ENTRIES.items()}
 SPARSE = "compressed_sparse_attention"
 _GROWING = {"sliding_attention": (), SPARSE: (C4, INDEXER), "heavily_compressed_attention": (C128,)}
 """The components with entries of each type of layer; all have windows as well, and the state of each of these."""
-
-NO_CHECKPOINTS: Mapping[int, Tables] = MappingProxyType({})
 
 CacheLayer = Any
 """DeepseekV4CSACache, DeepseekV4HCACache or DynamicSlidingWindowLayer, by the layer's type."""
@@ -78,10 +73,16 @@ class CacheCodec:
             )
         return self._codecs[component.kind].encode(values)
 
+    def write(self, cache: DynamicCache, parts: Iterable[Part]) -> None:
+        """Write the rows of `parts` from a cache into their pages. Raises ConflictError when the cache does not hold them."""
+        for part in parts:
+            component, rows = self.geometry.component(part.kind), part.rows
+            part.write(self.encode(cache, component, part.layer, start=rows.start, stop=rows.stop))
+
     def decode(self, tokens: int, read: ReadRows, *, into: DynamicCache | None = None) -> DynamicCache:
         """Return a cache of `tokens` tokens made of the rows that `read` returns; its tensors are its own.
 
-        A prefill continues from a prefix in the same way as decode from a prompt, with tables whose windows are a checkpoint of
+        Prefill continues from a prefix in the same way as decode from a prompt: the windows and states are then a checkpoint of
         exactly `tokens` tokens. `into` is an empty cache to fill; without it, a new one of the model's own layers.
         """
         if tokens < 1:
@@ -141,70 +142,19 @@ def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | No
     return codec.decode(cache.get_seq_length(), read, into=into)
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One request's pages: the pools of every rank here, and the request's tables."""
+def read_parts(parts: Iterable[Part]) -> ReadRows:
+    """Return a reader of the rows of `parts`. It raises InvalidInputError for rows of other layers."""
+    held = {(part.kind, part.layer): part for part in parts}
 
-    views: Collection[PoolViews]
-    tables: Tables
+    def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
+        if start == stop:
+            return torch.empty((0, component.row_bytes), dtype=torch.uint8)
+        part = held.get((component.kind, layer))
+        if part is None:
+            raise InvalidInputError(f"no rank here holds {component.kind} layer {layer}; pass the parts of every stage")
+        return replace(part, rows=slice(start, stop)).read()
 
-    def read(self, component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
-        """Return rows of the first rank that holds them. Raises InvalidInputError when no rank does."""
-        for views in self.views:
-            if layer in views.layers(component.kind):
-                return views.read_rows(component.kind, layer, tables=self.tables, start_row=start, stop_row=stop)
-        raise InvalidInputError(f"no rank here holds {component.kind} layer {layer}; pass the views of every stage")
-
-    def write(self, codec: CacheCodec, cache: DynamicCache, component: Component, rows: RowInterval) -> None:
-        """Write rows of one component into the pages of every layer that is here."""
-        for views in self.views if rows.stop > rows.start else ():
-            for layer in views.layers(component.kind):
-                encoded = codec.encode(cache, component, layer, start=rows.start, stop=rows.stop)
-                views.write_rows(component.kind, layer, tables=self.tables, start_row=rows.start, rows=encoded)
-
-
-class PrefillPacker:
-    """Writes a request's pages as its prompt is computed, chunk by chunk. The last chunk brings the windows and states."""
-
-    def __init__(
-        self,
-        codec: CacheCodec,
-        placement: Placement,
-        *,
-        prompt_tokens: int,
-        computed_tokens: int = 0,
-        checkpoints: Mapping[int, Tables] = NO_CHECKPOINTS,
-    ) -> None:
-        """The cache starts at `computed_tokens`, a page's end; the pages before it are shared and not written.
-
-        `checkpoints`: the tables for windows and states, by the tokens at which they are wanted. Each is written when the cache
-        holds exactly so many tokens after a chunk. Raises InvalidInputError for a start that is no page's end.
-        """
-        page = codec.geometry.tokens_per_page
-        if computed_tokens % page:
-            raise InvalidInputError(
-                f"a prefix of {computed_tokens} tokens ends inside a page of {page}; its pages are shared"
-            )
-        self._codec, self._placement, self._prompt_tokens = codec, placement, prompt_tokens
-        self._packed_tokens, self._wanted = computed_tokens, checkpoints
-        self.checkpointed: list[int] = []
-        """The checkpoints that were written."""
-
-    def advance(self, cache: DynamicCache) -> None:
-        """Write the rows that are new since the last call. Raises ConflictError when the cache went backwards or too far."""
-        tokens, prompt_tokens, start = cache.get_seq_length(), self._prompt_tokens, self._packed_tokens
-        if not start <= tokens <= prompt_tokens:
-            raise ConflictError(f"the cache holds {tokens} tokens; {start} of {prompt_tokens} are packed")
-        section = Section(prompt_tokens=prompt_tokens, start_token=start, stop_token=tokens)
-        wanted = self._wanted.get(tokens)
-        for component in self._codec.geometry.components:
-            self._placement.write(self._codec, cache, component, section_rows(component, section))
-            if wanted is not None and component.liveness is not Liveness.GROWING:
-                checkpoint = Placement(self._placement.views, wanted)
-                checkpoint.write(self._codec, cache, component, component.live_rows(tokens))
-        self._packed_tokens = tokens
-        if wanted is not None:
-            self.checkpointed.append(tokens)
+    return read
 
 
 def _window_values(held: CacheLayer, start: int, stop: int) -> torch.Tensor:

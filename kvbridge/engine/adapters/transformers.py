@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV4ForCa
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import IndexSpace, Tables
 from kvbridge.core.process import Closing
-from kvbridge.engine.adapters.deepseek_v4 import C4, SPARSE, CacheCodec, Placement
+from kvbridge.engine.adapters.deepseek_v4 import C4, SPARSE, CacheCodec, ReadRows
 from kvbridge.engine.encodings import RowCodec
 from kvbridge.sparse import SparseCache
 
@@ -211,17 +211,17 @@ class SparseDecoder(Closing):
             )
         self._hooks = hook_indexers(model)
 
-    def admit(self, slot: int, placement: Placement, *, tokens: int, shared_tokens: int = 0) -> DynamicCache:
-        """Begin a request of `tokens` tokens from its pages; return its cache, which takes the first token of its answer next.
+    def admit(self, slot: int, tables: Tables, read: ReadRows, *, tokens: int, shared_tokens: int = 0) -> DynamicCache:
+        """Begin a request of `tokens` tokens; return its cache, which takes the first token of its answer next.
 
-        `shared_tokens`: tokens that this node held already (`held_by_decode` of the room). Raises the errors of
-        `SparseCache.admit` and `CacheCodec.decode`.
+        `tables`: the request's pages; `read` reads their rows. `shared_tokens`: tokens that this node held already
+        (`held_by_decode` of the room). Raises the errors of `SparseCache.admit` and `CacheCodec.decode`.
         """
-        table = placement.tables.get(IndexSpace.HOST)
+        table = tables.get(IndexSpace.HOST)
         if table is None:
             raise InvalidInputError("the request has no pages in the host pool; sparse decode needs c4_kv there")
         into = sparse_cache(self._model.config, self._codec, self.store)
-        cache = self._codec.decode(tokens, placement.read, into=into)
+        cache = self._codec.decode(tokens, read, into=into)
         ids, rows = table.require(IndexSpace.HOST), tokens // self._component.tokens_per_row
         shared_pages = shared_tokens // self._codec.geometry.tokens_per_page
         self.store.admit(slot, ids, rows, shared_pages=shared_pages)

@@ -10,7 +10,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.views import PoolViews, place_rows, section_rows
-from tests.helpers.torch_pools import Form, make_pools
+from tests.helpers.torch_pools import Form, make_pools, part
 
 TINY = preset("tiny-v4")
 GQA = preset("tiny-gqa")
@@ -51,11 +51,9 @@ def test_rows_lie_where_the_component_says(geometry, form, tokens):
         live = component.live_rows(tokens)
         for layer in component.layers:
             rows = random_rows(live.count, component.lanes * component.row_bytes)
-            pools.views.write_rows(component.kind, layer, tables=pools.tables, start_row=live.start, rows=rows)
-            back = pools.views.read_rows(
-                component.kind, layer, tables=pools.tables, start_row=live.start, stop_row=live.stop
-            )
-            assert torch.equal(back, rows)
+            mine = part(pools.views, pools.tables, component.kind, layer, live.start, live.stop)
+            mine.write(rows)
+            assert torch.equal(mine.read(), rows)
             for index in {0, live.count // 2, live.count - 1} if live.count else ():
                 assert by_hand(pools, component, layer, live.start + index) == bytes(rows[index].numpy())
 
@@ -65,7 +63,7 @@ def test_writing_touches_nothing_else():
     component = TINY.component(ComponentKind.C4_KV)
     rows = random_rows(3, component.row_bytes)
     rows[rows == 0xA5] = 0
-    pools.views.write_rows(component.kind, 2, tables=pools.tables, start_row=62, rows=rows)
+    part(pools.views, pools.tables, component.kind, 2, 62, 65).write(rows)
     changed = sum(int((memory != 0xA5).sum()) for memory in pools.memory)
     assert changed == rows.numel()
 
@@ -76,7 +74,7 @@ def test_a_head_sharded_rank_holds_its_lanes_only():
     view = pools.views.home(component.kind, 0, tables=pools.tables)
     assert (view.region.lane_start, view.region.lane_stop, view.row_bytes) == (2, 4, 2 * component.row_bytes)
     rows = random_rows(300, view.row_bytes)
-    pools.views.write_rows(component.kind, 0, tables=pools.tables, start_row=0, rows=rows)
+    part(pools.views, pools.tables, component.kind, 0, 0, 300).write(rows)
     assert by_hand(pools, component, 0, 299) == bytes(rows[299].numpy())
 
 
@@ -95,20 +93,20 @@ def test_mistakes_are_refused_with_their_names():
     views, tables = pools.views, pools.tables
     good = random_rows(1, TINY.component(ComponentKind.C4_KV).row_bytes)
     with pytest.raises(NotFoundError, match="c4_kv layer 3 is not on this rank"):
-        views.write_rows(ComponentKind.C4_KV, 3, tables=tables, start_row=0, rows=good)
+        part(views, tables, ComponentKind.C4_KV, 3, 0, 1).write(good)
     with pytest.raises(InvalidInputError, match="need uint8 rows of shape"):
-        views.write_rows(ComponentKind.C4_KV, 2, tables=tables, start_row=0, rows=good[:, :-1])
+        part(views, tables, ComponentKind.C4_KV, 2, 0, 1).write(good[:, :-1])
     with pytest.raises(PageOutOfBoundsError, match="logical pages 2 to 2"):
-        views.write_rows(ComponentKind.C4_KV, 2, tables=tables, start_row=128, rows=good)
+        part(views, tables, ComponentKind.C4_KV, 2, 128, 129).write(good)
     swa = {IndexSpace.SWA: tables[IndexSpace.SWA]}
     with pytest.raises(InvalidInputError, match="pages in 'swa', this rank needs one of 'full'"):
-        views.write_rows(ComponentKind.C4_KV, 2, tables=swa, start_row=0, rows=good)
+        part(views, swa, ComponentKind.C4_KV, 2, 0, 1).write(good)
     mixed = {IndexSpace.FULL: tables[IndexSpace.SWA]}
     with pytest.raises(InvalidInputError, match="cannot index space"):
-        views.write_rows(ComponentKind.C4_KV, 2, tables=mixed, start_row=0, rows=good)
+        part(views, mixed, ComponentKind.C4_KV, 2, 0, 1).write(good)
     wrong = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([99], dtype=np.int32))}
     with pytest.raises(PageOutOfBoundsError, match="do not all exist"):
-        views.read_rows(ComponentKind.C4_KV, 2, tables=wrong, start_row=0, stop_row=1)
+        part(views, wrong, ComponentKind.C4_KV, 2, 0, 1).read()
     with pytest.raises(InvalidInputError, match="two regions"):
         PoolViews(TINY, [*pools.regions, pools.regions[0]])
     with pytest.raises(InvalidInputError, match="another geometry"):
