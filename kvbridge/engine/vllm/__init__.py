@@ -1,4 +1,4 @@
-"""vLLM's KV connector, on `engine.kit`. Only `connector` and `metrics` import vLLM."""
+"""vLLM's KV connector, on `engine.kit`. Only `connector` imports vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VLLM = Product(
 
 
 def register() -> None:
-    """Make `"kv_connector": "KvbridgeConnector"` known: a general plugin. vLLM calls it, perhaps more than once a process."""
+    """Make `"kv_connector": "KvbridgeConnector"` known. vLLM calls this general plugin, perhaps more than once a process."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415 - only vLLM calls this
 
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - registering twice is an error

@@ -1,7 +1,7 @@
 """KvbridgeConnector: vLLM's hooks, and the reading of vLLM's objects. The only importer of vLLM.
 
 vLLM makes one in its scheduler's process and one in each worker. All hooks run on the main thread of their process, so only hooks
-at start and end wait. Only these raise, too: for the person who starts vLLM, or because something may still move bytes (`guard`).
+at start and end wait. Only these raise, too: for the person who starts vLLM, or because something may still move bytes.
 """
 
 from __future__ import annotations
@@ -66,26 +66,26 @@ DOCUMENTATION = {
 
 @dataclass
 class KvbridgeHandshake(KVConnectorHandshakeMetadata):
-    """From each worker to the scheduler's process, once."""
+    """A worker's news for the scheduler's process, once."""
 
     report: RankReport
 
 
 @dataclass
 class KvbridgeMetadata(KVConnectorMetadata):
-    """From the scheduler's process to the workers, at each step."""
+    """News of the scheduler's process for the workers, at each step."""
 
     steps: dict[Role, StepMetadata] = field(default_factory=dict)
 
 
 @dataclass
 class KvbridgeWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler's process: by worker, incarnations of nodes for which it moves nothing any more."""
+    """Incarnations of nodes for which a worker moves nothing any more, by worker: news for the scheduler's process."""
 
     closed: dict[int, dict[Role, tuple[str, ...]]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Merge the news of several workers; each has some once a step."""
+        """Merge the news of several workers; each sends some at most once a step."""
         assert isinstance(other, KvbridgeWorkerMetadata)
         return KvbridgeWorkerMetadata({**self.closed, **other.closed})
 
@@ -148,7 +148,7 @@ class KvbridgePromMetrics(KVConnectorPromMetrics):
 
 
 class KvbridgeConnector(KVConnectorBase_V1):
-    """vLLM finds it by its name, or by `kv_connector_module_path`."""
+    """The class that vLLM finds by its name, or by `kv_connector_module_path`."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -157,9 +157,10 @@ class KvbridgeConnector(KVConnectorBase_V1):
         leave_standard_output()
         self._instance = read_instance(vllm_config, kv_cache_config, version=vllm.__version__)
         self._layers = frozenset(kv_cache_config.transfer_group_index_by_layer)
-        """Layers with a KV cache of their own; vLLM adds those that share one later."""
+        """Layers with a KV cache of their own. vLLM adds layers that share one later."""
         self._requests: dict[str, tuple[Any, Request]] = {}
-        """In the scheduler's process: requests with `kv_transfer_params`, of vLLM and as we copy them, until they have finished."""
+        """Requests with `kv_transfer_params` until they have finished, vLLM's object and our copy. In the scheduler's process
+        only."""
         self._handshake: KvbridgeHandshake | None = None
         self._stats = TransferStats()
         self.guard = Guard(self._stats.failed)
@@ -171,12 +172,12 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads outermost, so that the other side may split ranks otherwise."""
+        """Ask for heads outermost, so that the other side may split ranks otherwise."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     def get_finished_count(self) -> int | None:
-        """Worker 0 reports for all."""
+        """Only worker 0 reports."""
         return 1
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -190,7 +191,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._scheduler.start(reports)
 
     def shutdown(self) -> None:
-        """Nothing of this process moves a byte afterwards, and no child of it is left."""
+        """End all transfers of this process, and its children."""
         self._half.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -218,7 +219,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
             with self.guard.over("computed_here", request.request_id):
                 told = _told(request)
         if told is None:
-            self._scheduler.declined(refused)  # the API has refused it: it comes aborted, with another prompt
+            self._scheduler.declined(refused)  # a request that the API has refused comes aborted, with another prompt
             return
         self._requests[request.request_id] = request, told
         self._scheduler.arrived(told)
@@ -255,7 +256,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
         return KvbridgeMetadata(scheduler.step())
 
     def _tell_computed(self, rooms: PrefillRooms, scheduler_output: SchedulerOutput) -> None:
-        """Tell what was computed and preempted since the last step."""
+        """Tell prefill's rooms what was computed and preempted since the last step."""
         if scheduler_output.preempted_req_ids:
             rooms.preempted(scheduler_output.preempted_req_ids)
         state = scheduler_output.kv_connector_block_state
@@ -300,7 +301,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._handshake = KvbridgeHandshake(self._worker.register(ours, _facts(self._vllm_config, ours)))
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the tensors before vLLM sleeps (0.33). What it raises keeps vLLM from that: see `Worker.unregister`."""
+        """Let go of the tensors before vLLM sleeps (0.33). An error keeps vLLM from sleeping: see `Worker.unregister`."""
         self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
@@ -316,13 +317,13 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._worker.start(metadata.steps)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are over before a request is scheduled."""
+        """Nothing to do: loads are over before a request is scheduled."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are read where they are."""
+        """Nothing to do: blocks are read where they are."""
 
     def wait_for_save(self) -> None:
-        """Blocks are read where they are."""
+        """Nothing to do: blocks are read where they are."""
 
     @hook(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -341,7 +342,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
 
 def _told(request: Any) -> Request:
-    """Copy a request of vLLM. Raises InvalidInputError when its prompt is not made of tokens alone."""
+    """Copy a request of vLLM. Raises InvalidInputError when its prompt has more than tokens."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise InvalidInputError("its prompt has embeddings, which are not compared")
     adapter = request.lora_request

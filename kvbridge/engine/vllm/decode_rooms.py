@@ -23,20 +23,20 @@ from kvbridge.engine.vllm.requests import Instance, Request, Source, source_of
 from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 
 MOST_WITHDRAWALS = 4_096
-"""Kept for a node that is being started again; prefill holds forgotten ones for its `timeouts.offer_s`."""
+"""Limit of withdrawals kept for a node that is starting again. Prefill holds forgotten rooms for its `timeouts.offer_s`."""
 
 
 class FetchState(StrEnum):
     """Progress of a request whose prompt is computed elsewhere."""
 
     INTENDED = auto()
-    """Prefill knows that we will fetch the room; there are no blocks yet."""
+    """Prefill knows that we will fetch the room. There are no blocks yet."""
     STARTED = auto()
-    """Blocks are named: vLLM waits for one report, whatever happens to the request."""
+    """Blocks are named. vLLM waits for one report, whatever happens to the request."""
     ABANDONED = auto()
     """Blocks are named, and the request has ended."""
     OVER = auto()
-    """Reported, or not needed: the request is like any other now."""
+    """The load is reported or was not needed: the request is like any other now."""
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class Fetch:
     state: FetchState = FetchState.INTENDED
     generation: int = 1
     provided: int = 0
-    """Generation for which the blocks were named."""
+    """Generation that has got the blocks."""
     blocks: tuple[int, ...] = ()
     """Named blocks, from the prompt's block `first` on."""
     first: int = 0
     refused: str = ""
-    """Why no bytes will come; empty: they may."""
+    """Reason why no bytes will come; empty: they may come."""
 
 
 class DecodeRooms(RoomsOfRole):
@@ -66,7 +66,7 @@ class DecodeRooms(RoomsOfRole):
         self._allowed = instance.allowed_prefill
         self._of: dict[str, Fetch] = {}
         self._withdrawals: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
-        """Fields of `Fetch` for rooms that prefill holds and nobody fetches, as long as no incarnation of the node was told."""
+        """Rooms that prefill holds and nobody will fetch, with fields of `Fetch`, until a node has been told."""
 
     @property
     def idle(self) -> bool:
@@ -90,7 +90,7 @@ class DecodeRooms(RoomsOfRole):
         return True
 
     def _over(self, event: RoomEvent) -> None:
-        """When prefill computes the prompt again, fetch the next generation, into the same blocks."""
+        """When prefill computes the prompt again, fetch the next generation into the same blocks."""
         fetch = self._fetch_of(event.room)
         if event.code != WITHDRAWN or fetch is None or event.generation != fetch.generation:
             return
@@ -106,7 +106,7 @@ class DecodeRooms(RoomsOfRole):
         return next((fetch for fetch in self._of.values() if fetch.source.room == room), None)
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Say that we fetch the room, with our blocks if there are any. Without a node, prefill is told later that nobody does."""
+        """Fetch the room, into our blocks if there are any. Without a node, withdraw it later."""
         named = _named(
             room_tokens(fetch.request.prompt_tokens, self._block_tokens),
             fetch.request.prompt_digest,
@@ -141,7 +141,8 @@ class DecodeRooms(RoomsOfRole):
             del self._withdrawals[room]
 
     def arrived(self, request: Request) -> None:
-        """A request has come. When its prompt is computed elsewhere, prefill hears that we fetch it, and waits without a limit.
+        """A request has come. When its prompt is computed elsewhere, tell prefill that we fetch it; prefill then waits without a
+        limit.
 
         Raises InvalidInputError for a room that cannot be read, that is not allowed or that another request has.
         """
@@ -154,14 +155,14 @@ class DecodeRooms(RoomsOfRole):
         self._fetch(fetch)
 
     def declined(self, request: Request) -> None:
-        """A request has come that is not computed here, such as one that the API has refused: tell prefill.
+        """A request has come that the API has refused: tell prefill that nobody fetches its room.
 
         Such a request comes with another prompt, so only prefill's own answer identifies the room. In paired order the client has
-        asked prefill as well. Raises as `arrived` does.
+        asked prefill as well. Raises the errors of `arrived`.
         """
         source = source_of(request)
         if source is None or not source.prompt_tokens or source.room in self._seen:
-            return  # a client that leaves is declined by the API, too, after its request came
+            return  # the API also refuses a request that has come already, when its client leaves
         self._require_allowed(source)
         self._require_new(source.room)
         self._withdraw(source.room, _named(source.prompt_tokens, bytes.fromhex(source.prompt_digest), source.prefill))
@@ -176,9 +177,9 @@ class DecodeRooms(RoomsOfRole):
             )
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Return how many tokens behind those in vLLM's cache will be loaded, asynchronously.
+        """Return how many tokens after those in vLLM's cache will be loaded, asynchronously. May be asked any number of times.
 
-        Asked any number of times. 0 once blocks were named, also after a failed load and after preemption.
+        0 once blocks were named, also after a failed load and after preemption.
         """
         fetch = self._of.get(request.id)
         if fetch is None or fetch.state is not FetchState.INTENDED or computed_tokens % self._block_tokens:
@@ -188,7 +189,7 @@ class DecodeRooms(RoomsOfRole):
     def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
         """Blocks are allocated: all blocks of the request, from the prompt's first on.
 
-        `external_tokens`: number of tokens to load. vLLM calls this once more when they are there.
+        `external_tokens`: tokens to load. vLLM calls this once more when they are there.
         """
         fetch = self._of.get(request.id)
         if fetch is None or fetch.state is not FetchState.INTENDED:
@@ -200,7 +201,7 @@ class DecodeRooms(RoomsOfRole):
             return
         fetch.first = (request.prompt_tokens - external_tokens) // self._block_tokens
         pages = room_tokens(request.prompt_tokens, self._block_tokens) // self._block_tokens
-        # By place, never from the end: blocks may follow those of the prompt.
+        # Never count from the end: blocks may follow those of the prompt.
         fetch.blocks = tuple(blocks[fetch.first : pages])
         fetch.state, fetch.provided = FetchState.STARTED, fetch.generation
         self._begun.append(Load(request.id, room, fetch.blocks, self.node, fetch.generation))
@@ -212,7 +213,7 @@ class DecodeRooms(RoomsOfRole):
             self._refused.setdefault(room, fetch.refused)
 
     def _provide(self, fetch: Fetch, pages: int) -> str:
-        """Name the blocks; return why they could not be."""
+        """Name the blocks. Return why that failed; empty: it did not."""
         if len(fetch.blocks) != pages - fetch.first:
             return f"vLLM allocated {len(fetch.blocks)} blocks where the prompt needs {pages - fetch.first}"
         tables = full_tables(fetch.blocks, fetch.first)
@@ -230,7 +231,7 @@ class DecodeRooms(RoomsOfRole):
             self._give_up(fetch.source.room, reason)
 
     def finished(self, request: str) -> None:
-        """The request has ended: end its transfer; a load is still reported."""
+        """The request has ended, so end its transfer. A load is still reported."""
         fetch = self._of.get(request)
         if fetch is None:
             return

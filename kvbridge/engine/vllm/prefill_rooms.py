@@ -3,17 +3,17 @@
 In plain order a room is held when its request has finished: no transfer is under way for a request that vLLM may preempt.
 
 In paired order decode has the request too, and names the room. The room is held from the request's arrival on, so that decode finds
-it. Blocks that earlier steps have filled are published, and pinned: vLLM frees the blocks of a preempted request at once, and
-transfers may still read them. When the request finishes, vLLM keeps its blocks by itself until the worker reports the room's last
-event, and the pins go.
+it. Blocks that earlier steps have filled are published and pinned: vLLM frees the blocks of a preempted request at once, and
+transfers may still read them. When the request finishes, vLLM keeps its blocks until the worker reports the room's last event, and
+the pins go.
 
-Preemption ends the room: the node stops its transfers and fails it as `withdrawn`, its pins go with its last event, and the next
-generation of the room is held at once. Decode fetches this generation with the blocks that it has, and reports nothing meanwhile.
+Preemption ends the room. The node stops its transfers and fails it as `withdrawn`, its pins go with its last event, and the next
+generation of the room is held at once. Decode fetches this generation into the blocks that it has, and reports nothing meanwhile.
 
 A waiting request never holds pins, so pins cannot deadlock: they belong either to a running request, which lacks only blocks that
-others have, or to a room that is ending, which needs no blocks. If preempted requests kept their pins, two of them could each wait
-for blocks of the other, for ever. The rows that decode has received by then are sent once more. This is seldom: vLLM admits no
-request whose prompt does not fit.
+others have, or to a room that is ending, which needs no blocks. If preempted requests kept their pins, two of them could wait for
+each other's blocks for ever. Rows that decode has received by then are sent once more. This is seldom: vLLM admits no request
+whose prompt does not fit.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 log = structlog.get_logger(__name__)
 
 PATIENCE_STEPS = 1_000
-"""For so many steps running requests wait for the pins of an ending room, instead of being preempted as well."""
+"""Steps for which running requests wait for the pins of an ending room, instead of being preempted as well."""
 
 
 class BlockPins:
-    """References to blocks, which keep vLLM from giving them to another request."""
+    """References to blocks. They keep vLLM from giving the blocks to another request."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
 
     def pin(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each."""
+        """Add one reference to each block."""
         self._pool.touch([self._pool.blocks[block] for block in blocks])
 
     def unpin(self, blocks: Sequence[int]) -> None:
@@ -61,11 +61,11 @@ class PairedRoom:
     room: int
     generation: int = 1
     node: str = ""
-    """Incarnation that was told to hold this generation; empty: none yet."""
+    """Incarnation that holds this generation; empty: none yet."""
     blocks: list[int] = field(default_factory=list)
     """Published blocks of this generation, from the prompt's first on; pinned until the request has finished."""
     cached_tokens: int | None = None
-    """Tokens that vLLM's cache held when the request was scheduled last."""
+    """Tokens that vLLM's cache held when it scheduled the request last."""
     finished: bool = False
     given_up: bool = False
     """Nothing more may be published."""
@@ -84,7 +84,7 @@ class Ending:
     node: str
     blocks: list[int]
     until_step: int
-    """Other requests wait for them until this step."""
+    """Other requests wait for the blocks until this step."""
 
 
 class PrefillRooms(RoomsOfRole):
@@ -99,11 +99,11 @@ class PrefillRooms(RoomsOfRole):
         self._ending: dict[tuple[int, int], Ending] = {}
         self._steps = 0
         self.pins: BlockPins | None = None
-        """None if vLLM cannot pin blocks; then rooms are published only when their request has finished."""
+        """None if vLLM cannot pin blocks: then rooms are published only when their request has finished."""
 
     @property
     def computing(self) -> tuple[str, ...]:
-        """Requests that publish while they are computed: `computed` must be called at each step that schedules them."""
+        """Requests that publish while they are computed. Call `computed` at each step that schedules them."""
         return tuple(one for one, paired in self._of.items() if paired.is_computing)
 
     @property
@@ -112,13 +112,13 @@ class PrefillRooms(RoomsOfRole):
 
     @property
     def has_pins(self) -> bool:
-        """Whether pinned blocks without a request wait for a last event: the engine must go on stepping."""
+        """Whether pinned blocks without a request wait for a last event, so that the engine must go on stepping."""
         return bool(self._ending)
 
     def blocks_return(self, preempted: Collection[str]) -> bool:
         """Whether to wait for blocks instead of preempting one more request: blocks without a request will become free.
 
-        `preempted`: requests that vLLM has preempted, perhaps in this very step. The transfers of their pinned blocks are being
+        `preempted`: requests that vLLM has preempted, perhaps in this very step. Transfers of their pinned blocks are being
         stopped.
         """
         return any(one.until_step > self._steps for one in self._ending.values()) or any(
@@ -126,7 +126,7 @@ class PrefillRooms(RoomsOfRole):
         )
 
     def _node_lost(self) -> None:
-        """Transfers may read blocks of these rooms until every rank has closed its transports."""
+        """Set the rooms aside: transfers may read their blocks until every rank has closed its transports."""
         for paired in list(self._of.values()):
             if paired.node or paired.generation > 1:
                 self._set_aside(paired)
@@ -143,7 +143,7 @@ class PrefillRooms(RoomsOfRole):
         if paired is None or refused.generation not in {0, paired.generation}:
             return paired is None
         log.warning("not_paired", request=paired.request.id, room=paired.room, reason=refused.reason)
-        if refused.generation:  # the hold: nobody reads what was named behind it
+        if refused.generation:  # the hold was refused, so nobody reads the blocks that were named after it
             self._unpin_all(paired)
             self._end(paired)
             return True
@@ -199,7 +199,7 @@ class PrefillRooms(RoomsOfRole):
         paired.blocks = []
 
     def arrived(self, request: Request) -> None:
-        """A request has come. When decode has it too, its room is held from now on.
+        """A request has come. When decode has it too, hold its room from now on.
 
         Raises InvalidInputError for a room that cannot be read or that another request has: the prompt is held in plain order.
         """
@@ -211,7 +211,7 @@ class PrefillRooms(RoomsOfRole):
         self._hold(paired)
 
     def _hold(self, paired: PairedRoom) -> bool:
-        """Have the node hold the room, now or at a later step. Returns whether it was told."""
+        """Tell the node to hold the room, now or at a later step. Return whether it knows."""
         if paired.node or paired.over or paired.given_up:
             return bool(paired.node)
         told = self._say(
@@ -228,10 +228,9 @@ class PrefillRooms(RoomsOfRole):
     def computed(self, request: str, tokens: int, in_flight_tokens: int, blocks: Sequence[int]) -> None:
         """A step continues a request: publish the blocks that earlier steps have filled.
 
-        `tokens`: number of tokens that are computed, in vLLM's cache, or computed by steps before this one (`num_computed_tokens`
-        before this step adds to it). `in_flight_tokens`: those of steps whose output was not read (`num_in_flight_tokens`). The
-        other tokens are final, because every rank had to end a step for its output. `blocks`: all blocks of the request, from the
-        prompt's first on.
+        `tokens`: computed tokens: in vLLM's cache, or computed by steps before this one (`num_computed_tokens` before this step
+        adds to it). `in_flight_tokens`: those of steps whose output was not read (`num_in_flight_tokens`). The other tokens are
+        final, because every rank had to end a step for its output. `blocks`: all blocks of the request, from the prompt's first on.
         """
         paired = self._of.get(request)
         if paired is None or not paired.is_computing or self.pins is None:
@@ -245,7 +244,7 @@ class PrefillRooms(RoomsOfRole):
             self._publish(paired, blocks[: min(final, paired.request.prompt_tokens) // self._block_tokens])
 
     def _publish(self, paired: PairedRoom, blocks: Sequence[int]) -> None:
-        """Publish those of the prompt's first blocks that are not published."""
+        """Publish those of the prompt's first blocks that are not published yet."""
         known = len(paired.blocks)
         further = blocks[known:]
         if not self._hold(paired) or not further:
@@ -257,7 +256,7 @@ class PrefillRooms(RoomsOfRole):
                 self.pins.pin(further)
 
     def preempted(self, requests: Iterable[str]) -> None:
-        """Preempted since the last step: vLLM has freed the blocks of these requests, and has perhaps scheduled them again."""
+        """Requests were preempted since the last step: vLLM has freed their blocks, and perhaps scheduled them again."""
         for request in requests:
             paired = self._of.get(request)
             if paired is None or paired.finished:
@@ -319,7 +318,7 @@ class PrefillRooms(RoomsOfRole):
             prompt_tokens=tokens,
             prompt_digest=request.prompt_digest,
             tables=full_tables(blocks[:pages], 0),
-            # The prompt is complete. A request that shares a block may have been held before the request that wrote it.
+            # The prompt is complete: a request may be held before another one that wrote a shared block of it.
             computed_tokens=tokens,
             published_tokens=tokens,
         )
@@ -332,12 +331,12 @@ class PrefillRooms(RoomsOfRole):
         return secrets.randbits(ROOM_BITS)
 
     def _finished_paired(self, paired: PairedRoom, blocks: Sequence[int], *, well: bool) -> bool:
-        """Publish the rest. Returns whether the workers must report when nobody reads the blocks any more."""
+        """Publish the rest. Return whether the workers must report when nobody reads the blocks any more."""
         pages = room_tokens(paired.request.prompt_tokens, self._block_tokens) // self._block_tokens
         kept = list(blocks[: len(paired.blocks)]) == paired.blocks
         if kept:
-            self._unpin(paired.blocks)  # vLLM keeps them now; `paired.blocks` still says which are published
-        else:  # it was preempted; `preempted` would have heard so at the next step
+            self._unpin(paired.blocks)  # vLLM keeps them now; `paired.blocks` still lists the published ones
+        else:  # the request was preempted; `preempted` would have been told at the next step
             self._set_aside(paired)
         paired.finished = True
         if paired.over:

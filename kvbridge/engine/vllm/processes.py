@@ -1,6 +1,6 @@
 """The connector in vLLM's processes: the scheduler's, with the nodes and their rooms, and each worker's, with the tensors.
 
-An instance of both roles has two nodes over the same tensors. Each role hears of every request, and takes those that concern it.
+An instance of both roles has two nodes over the same tensors. Each role gets every request, and takes those that concern it.
 Worker 0 reports for all; the other workers only tell that they have closed their transports.
 """
 
@@ -33,15 +33,14 @@ from kvbridge.engine.vllm import VLLM
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
 from kvbridge.engine.vllm.requests import Instance, Request
-from kvbridge.engine.vllm.rooms import RoomsOfRole
 from kvbridge.engine.vllm.stats import TransferStats
 
 _STAYING: list[Mapping[str, torch.Tensor]] = []
-"""Tensors that a rank worker may still reach, though it was to end: they stay until this process ends."""
+"""Tensors that a rank worker may still reach although it was to end. They stay until this process ends."""
 
 
 class RankReport(FrozenModel):
-    """From each worker to the scheduler's process, once the worker has its KV cache."""
+    """A worker's report to the scheduler's process, made once, when the worker has its KV cache."""
 
     cache: RankCache
     device: str
@@ -51,10 +50,9 @@ class RankReport(FrozenModel):
 
 
 class Scheduler:
-    """For the scheduler's thread only. None of its methods waits, but `start` and `close`.
+    """For the scheduler's thread only. No method but `start` and `close` waits.
 
-    Nodes are looked at when a request comes and at steps. Calls in between go to the node that was there then, or to nobody:
-    another incarnation is taken up at the next look only.
+    Nodes are looked at when a request comes and at steps. Calls in between go to the node of the last look, or to nobody.
     """
 
     def __init__(self, instance: Instance, stats: TransferStats, guard: Guard) -> None:
@@ -66,17 +64,17 @@ class Scheduler:
         self.prefill: PrefillRooms | None = None
         self.decode: DecodeRooms | None = None
         self.pins: BlockPins | None = None
-        """Set before `start`, if at all."""
+        """Set before `start`; None if vLLM cannot pin blocks."""
 
     @property
     def roles(self) -> tuple[PrefillRooms | DecodeRooms, ...]:
-        """The rooms of the roles that this instance has."""
+        """Rooms of the roles that this instance has."""
         return tuple(rooms for rooms in (self.prefill, self.decode) if rooms is not None)
 
     def start(self, reports: Mapping[Rank, RankReport]) -> None:
-        """All workers have their KV caches: start the nodes, and wait until they serve rooms.
+        """Start the nodes, and wait until they serve rooms. All workers have their KV caches now.
 
-        Raises a BridgeError, in words for the person who starts vLLM, when they cannot.
+        Raises a BridgeError, in words for the person who starts vLLM.
         """
         cache = self._read_cache(reports)
         devices = {rank: report.device for rank, report in reports.items()}
@@ -118,15 +116,15 @@ class Scheduler:
         self._closing.close()
 
     def arrived(self, request: Request) -> None:
-        """A request has come (`on_new_request`). A wrong room is logged, and the request is computed like any other."""
-        self._look(RoomsOfRole.look)
+        """A request has come (`on_new_request`). One with a wrong room is logged and computed here."""
+        self._look()
         for rooms in self.roles:
             with self._guard.over("computed_here", request.id, lost=partial(self.lost, request.id)):
                 rooms.arrived(request)
 
     def declined(self, request: Request) -> None:
-        """A request has come that is not computed here (`on_new_request` of a request that the API has refused)."""
-        self._look(RoomsOfRole.look)
+        """A request has come that the API has refused (`on_new_request`): it is not computed here."""
+        self._look()
         if self.decode is not None:
             with self._guard.over("not_withdrawn", request.id):
                 self.decode.declined(request)
@@ -153,14 +151,14 @@ class Scheduler:
         return held, answer
 
     def look(self) -> None:
-        """Take the nodes' events, at a step. A step without work costs next to nothing, since all requests wait for it."""
-        self._look(RoomsOfRole.look_at_step)
+        """Take the nodes' events at a step. A step without work costs next to nothing, because all requests wait for it."""
+        self._look(at_step=True)
         self._guard.look()
 
-    def _look(self, how: Callable[[RoomsOfRole], None]) -> None:
+    def _look(self, *, at_step: bool = False) -> None:
         for rooms in self.roles:
             with self._guard.over("look"):
-                how(rooms)
+                rooms.look(at_step=at_step)
 
     def step(self) -> dict[Role, StepMetadata]:
         """Return the news for the workers (`build_connector_meta`). Call `look` before it."""
@@ -173,14 +171,14 @@ class Scheduler:
                 rooms.closed(rank, nodes)
 
     def reported(self, received: Collection[str], sent: Iterable[str]) -> None:
-        """Worker 0 has reported these (`update_connector_output`)."""
+        """Worker 0 has reported these requests (`update_connector_output`)."""
         self.stats.let_go(sent)
         if self.decode is not None:
             self.decode.reported(received)
 
 
 class Worker:
-    """For the worker's thread only. None of its methods waits, but `unregister` and `close`."""
+    """For the worker's thread only. No method but `unregister` and `close` waits."""
 
     def __init__(self, instance: Instance, rank: Rank, guard: Guard) -> None:
         self._instance = instance
@@ -195,7 +193,7 @@ class Worker:
         return self._rank.pp * self._instance.tp_size + self._rank.tp
 
     def register(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankReport:
-        """Serve these tensors as soon as there are nodes, and return their description for the scheduler's process.
+        """Serve these tensors as soon as there are nodes. Return their description for the scheduler's process.
 
         Raises UnsupportedError for tensors that cannot be transferred.
         """
@@ -223,12 +221,13 @@ class Worker:
     def unregister(self) -> None:
         """Stop serving the tensors, and wait until nothing reaches them any more. Harmless when done already.
 
-        Raises UnclosedError or DeadlineError when something may still reach them: vLLM must not free them, nor put them to sleep.
+        Raises UnclosedError or DeadlineError when something may still reach them: vLLM must neither free them nor put them to
+        sleep.
         """
         self._end(served.unregister for served in self.roles)
 
     def restore(self) -> None:
-        """Serve the tensors again, where they were. Harmless while they are served."""
+        """Serve the tensors again, at the same addresses. Harmless while they are served."""
         for served in self.roles:
             served.restore()
 
@@ -252,22 +251,22 @@ class Worker:
         return sent, received
 
     def unfilled_blocks(self) -> set[int]:
-        """Return the blocks of the loads that failed (`get_block_ids_with_load_errors`)."""
+        """Return the blocks of failed loads (`get_block_ids_with_load_errors`)."""
         return set().union(*(served.unfilled_blocks() for served in self.roles))
 
     def closed_here(self) -> dict[Role, tuple[str, ...]]:
-        """Return the incarnations of nodes for which this rank moves nothing any more, since the last call."""
+        """Return the incarnations of nodes for which this rank has ceased to move anything since the last call."""
         found = {served.role: tuple(served.closed) for served in self.roles if served.closed}
         for served in self.roles:
             served.closed.clear()
         return found
 
     def close(self) -> None:
-        """Leave the nodes; afterwards nothing of this process moves a byte. Raises as `unregister` does."""
+        """Leave the nodes; afterwards nothing of this process moves a byte. Raises the errors of `unregister`."""
         self._end(served.close for served in self.roles)
 
     def _end(self, endings: Iterable[Callable[[], None]]) -> None:
-        """Call each, also when others fail. Tensors that may still be written to stay until this process ends."""
+        """Call all of them, also when some fail. Tensors that may still be written to stay until this process ends."""
         try:
             with ExitStack() as stack:
                 for end in endings:

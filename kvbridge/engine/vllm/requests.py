@@ -22,16 +22,13 @@ ROLES = {
     "kv_both": (Role.PREFILL, Role.DECODE),
 }
 PARAMS_KEY = "kvbridge"
-"""Our section of `kv_transfer_params`; the other keys are vLLM's and its gateways'."""
+"""Our section of `kv_transfer_params`. Other keys are vLLM's and its gateways'."""
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
-
-
-# ---------------------------------------------------------------------------------------------- the instance
 
 
 @dataclass(frozen=True)
 class Instance:
-    """The configuration that all processes of one vLLM instance share, as far as it decides about transfers."""
+    """The configuration that all processes of a vLLM instance share, as far as it decides about transfers."""
 
     engine_id: str
     roles: tuple[Role, ...]
@@ -56,7 +53,7 @@ class Instance:
 
 
 def read_instance(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Instance:
-    """Read a VllmConfig and a KVCacheConfig. Raises UnsupportedError, ConfigError for settings that cannot be served."""
+    """Read a VllmConfig and a KVCacheConfig. Raises UnsupportedError and ConfigError for settings that cannot be served."""
     transfer, parallel, model = vllm_config.kv_transfer_config, vllm_config.parallel_config, vllm_config.model_config
     groups = kv_cache_config.kv_cache_groups
     _require_supported(parallel, vllm_config.speculative_config, len(groups))
@@ -84,7 +81,6 @@ def read_instance(vllm_config: Any, kv_cache_config: Any, *, version: str) -> In
 
 
 def _require_supported(parallel: Any, speculative: Any, groups: int) -> None:
-    """Refuse what a transfer cannot serve, with the way out."""
     if not groups:
         refuse("the model has none")
     if groups > 1:
@@ -114,9 +110,6 @@ def _allowed(said: Any) -> frozenset[str] | None:
     return frozenset(said)
 
 
-# ---------------------------------------------------------------------------------------------- requests
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """The parts of a request that decide about its transfer."""
@@ -125,7 +118,7 @@ class Request:
     prompt_tokens: int
     prompt_digest: bytes
     params: Mapping[str, Any] | None = None
-    """`kv_transfer_params`, as the client or a gateway sent it."""
+    """`kv_transfer_params`, as the client or a gateway sent them."""
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for params of another kind: vLLM passes on whatever a client has sent."""
@@ -137,31 +130,31 @@ class Request:
 
     @property
     def is_for_another(self) -> bool:
-        """Whether another engine will decode it, so that its blocks are to be held."""
+        """Whether another engine will decode the request, so that its blocks are held."""
         return bool(self.params and self.params.get("do_remote_decode"))
 
 
 class Source(FrozenModel):
-    """The place that holds the KV cache of a prompt."""
+    """The place of a prompt's KV cache."""
 
     room: RoomId
     prefill: PrefillNodes
     held: bool = False
-    """Prefill says so, which it does in plain order: decode need not wait for the room."""
+    """Whether prefill has said that it holds the room, as it does in plain order: decode need not wait for the room then."""
     prompt_tokens: NonNegative = 0
     prompt_digest: Annotated[str, pydantic.Field(pattern="^([0-9a-f]{2}){0,32}$")] = ""
-    """In plain order: the tokens of the room's prompt, and its digest in hexadecimal. Decode needs both to say that nobody fetches
+    """Tokens of the room's prompt, and their digest in hexadecimal, in plain order. Decode needs both to say that nobody fetches
     the room; a request that fetches it states its own."""
 
 
 class Pairing(pydantic.BaseModel):
-    """What prefill reads of the params of a request that decode has at the same time; further keys are for others."""
+    """The params of a request that decode has at the same time, as far as prefill reads them. Other keys are for others."""
 
     room: RoomId | None = None
 
 
 def room_of(request: Request) -> int | None:
-    """Return the room of a request to prefill that decode has at the same time; None in plain order.
+    """Return the room of a request that decode has at the same time; None in plain order.
 
     Raises InvalidInputError when the params cannot be read.
     """
@@ -190,9 +183,9 @@ def _read(kind: type[ModelT], request: Request, what: str, way_out: str) -> Mode
 
 
 def params_of(source: Source) -> dict[str, Any]:
-    """Return the `kv_transfer_params` of prefill's answer, which decode must get as they are.
+    """Return the `kv_transfer_params` of prefill's answer, which decode must get unchanged.
 
-    The room is a string: gateways read numbers as doubles.
+    The room is a string, because gateways read numbers as doubles.
     """
     ours = source.model_dump(mode="json") | {"room": str(source.room)}
     return {"do_remote_prefill": True, "do_remote_decode": False, PARAMS_KEY: ours}

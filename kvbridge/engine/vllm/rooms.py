@@ -1,4 +1,4 @@
-"""The rooms at a node of one role, as vLLM's scheduler process knows them: which node there is, and what the workers must hear.
+"""The rooms at a node of one role in vLLM's scheduler process: the node to talk to, and the news for the workers.
 
 Nothing here waits. A refusal by the node arrives as an event; so does a call that no message can express.
 """
@@ -26,7 +26,7 @@ from kvbridge.engine.vllm.requests import Instance
 from kvbridge.engine.vllm.stats import TransferStats
 
 ROOMS_REMEMBERED = 65_536
-"""Rooms that requests have named: another request that names one of them computes its prompt itself."""
+"""Limit of remembered rooms. A request that names a remembered room of another request computes its prompt itself."""
 NO_NODE = "there is no node process to ask; it is started again"
 
 
@@ -43,7 +43,7 @@ class RoomsOfRole(ABC):
         self.node = ""
         """Incarnation of the node that gets our calls; empty while there is none."""
         self.addresses: tuple[PeerAddress, ...] = ()
-        """On prefill, the node's addresses for decode."""
+        """Addresses of a prefill node for decode."""
         self._block_tokens = instance.block_tokens
         self._ranks = instance.ranks
         self._stats = stats
@@ -57,15 +57,12 @@ class RoomsOfRole(ABC):
         self._closed: list[str] = []
         self._ended: list[RoomEvent] = []
 
-    def look_at_step(self) -> None:
-        """As `look`, but seldom while nothing is under way: nobody waits for the node's events then."""
+    def look(self, *, at_step: bool = False) -> None:
+        """Take the node's events, and note when another node is there. `at_step`: seldom while nothing is under way."""
         now_s = time.monotonic()
-        if now_s >= self._next_look_s or not self.idle:
-            self._next_look_s = now_s + IDLE_LOOK_S
-            self.look()
-
-    def look(self) -> None:
-        """Take the node's events, and note when another node is there."""
+        if at_step and self.idle and now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + IDLE_LOOK_S
         events = self.attachment.events()
         self._stats.heard(events)
         for event in events:
@@ -81,7 +78,7 @@ class RoomsOfRole(ABC):
             self._lose_node()
         self._known = ""
         if node:
-            with suppress(BridgeError):  # it does not say yet where it is
+            with suppress(BridgeError):  # the node has not said yet where it is
                 control = self.process.endpoint().control
                 self.addresses = () if control is None else (control,)
                 self.node = self._known = node
@@ -107,23 +104,23 @@ class RoomsOfRole(ABC):
         return bool(self.node) and self.attachment.say(kind, room, **fields)
 
     def _give_up(self, room: int, reason: str, *, again: bool = False) -> None:
-        """Tell the node; the other side knows of a node that is gone."""
+        """Tell the node. Without a node nothing is to do, because the other side notices that the node is gone."""
         self._say(AbortRoom, room, reason=reason[:REASON_CHARS], again=again)
 
     @abstractmethod
     def _node_lost(self) -> None:
-        """The node is gone, with its rooms. Its transfers are over when every rank says so."""
+        """The node is gone, with its rooms. Its transfers are over once every rank says so."""
 
     def _all_closed(self, node: str) -> None:  # noqa: B027 - decode has nothing to do then
         """No rank moves anything any more for that incarnation of the node."""
 
     @abstractmethod
     def _is_unknown(self, refused: RoomEvent) -> bool:
-        """Take a refusal; return whether nobody knows the room's pages now."""
+        """Take a refusal. Return whether nobody knows the room's pages now."""
 
     @abstractmethod
     def _over(self, event: RoomEvent) -> None:
-        """An attempt at a room is over, and nobody reads or writes its pages any more."""
+        """An attempt at a room is over: nobody reads or writes its pages any more."""
 
     def _require_new(self, room: int) -> None:
         if room in self._seen:
@@ -134,19 +131,18 @@ class RoomsOfRole(ABC):
 
     @abstractmethod
     def lost(self, request: str, reason: str) -> None:
-        """A hook has failed in the middle of a request: end what it has begun, and begin nothing more.
+        """End what has begun for a request because a hook has failed, and begin nothing more.
 
-        A request that has no blocks for a load is computed here. vLLM waits for a load that has begun, and gets the last event of
-        its room.
+        A request without blocks for a load is computed here. vLLM waits for a load that has begun, and gets its room's last event.
         """
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way and nothing is to be said."""
+        """Whether nothing is under way and nothing is left to tell."""
         return not (self._begun or self._refused or self._closed or self._ended or self._stats.holds)
 
     def step(self) -> StepMetadata:
-        """Return what the workers have to know, and begin the next step."""
+        """Return the news for the workers, and begin the next step."""
         with self._guard.over("step"):
             self._begin_step()
         told = StepMetadata(tuple(self._begun), tuple(self._refused.items()), tuple(self._closed), tuple(self._ended))
@@ -155,4 +151,4 @@ class RoomsOfRole(ABC):
 
     @abstractmethod
     def _begin_step(self) -> None:
-        """Say what could not be said before."""
+        """Tell the node what could not be told before."""

@@ -1,4 +1,4 @@
-"""Counts of transfers: taken in the scheduler's process, shown by vLLM's log line and `/metrics` in the process that serves HTTP.
+"""Counts of transfers: taken in the scheduler's process, shown in vLLM's log line and in the `/metrics` of its server.
 
 Counts are plain values that can be packed. They cover the time since the last ones, except that held blocks are the current ones.
 """
@@ -17,7 +17,7 @@ decode, and their blocks; None in a process that does not know them."""
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BUCKETS_BYTES = tuple(1 << power for power in range(14, 36, 3))
 TRANSFER_PHASE = "offer_to_commit"
-"""Phase of decode's rooms: from the message that names the blocks until all rows are in them."""
+"""Phase of decode's rooms from the message that names the blocks until all rows are in them."""
 
 
 def no_counts() -> Counts:
@@ -38,7 +38,7 @@ def add_counts(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Counts:
 
 
 def is_nothing(counts: Mapping[str, Any]) -> bool:
-    """Whether there is nothing to show. A held count of 0 must be shown, because the last one stays otherwise."""
+    """Whether there is nothing to show. A held count of 0 must be shown, because otherwise the last one stays."""
     return not any(counts.values()) and counts["held_rooms"] is None
 
 
@@ -60,7 +60,7 @@ def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 class TransferStats:
-    """Counts since they were last asked for. For the scheduler's thread only."""
+    """Counts since the last `take`. For the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._counts = no_counts()
@@ -98,12 +98,12 @@ class TransferStats:
         self._changed = True
 
     def let_go(self, requests: Iterable[str]) -> None:
-        """Blocks of these requests do not wait any more."""
+        """Blocks of these requests wait no longer."""
         for request in requests:
             self._changed |= self._held.pop(request, None) is not None
 
     def take(self, *, holds: bool = True) -> Counts | None:
-        """Return the counts since the last call, None without a change. `holds`: this process knows the held blocks."""
+        """Return the counts since the last call; None without a change. `holds`: this process knows the held blocks."""
         if not self._changed:
             return None
         counts, self._counts, self._changed = self._counts, no_counts(), False
