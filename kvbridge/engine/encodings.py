@@ -1,7 +1,7 @@
 """Codecs of rows, one for each `Encoding`: numbers to bytes and back.
 
-Every codec is a pure function: equal numbers give equal bytes, padding included. Lossy encodings refuse infinities and
-NaN, which would poison a whole group's scale; plain ones keep every bit.
+Codecs are pure functions: equal numbers give equal bytes, padding included. Lossy encodings refuse infinities and NaN, which would
+poison a whole group's scale; plain ones keep every bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowCodec(ABC):
 
 @dataclass(frozen=True)
 class PlainCodec(RowCodec):
-    """Numbers as they are, in `stored`. Bit-exact when both dtypes are the numbers' own."""
+    """Numbers unchanged, in `stored`. Bit-exact when both dtypes are the numbers' own."""
 
     stored: torch.dtype
 
@@ -155,8 +155,8 @@ class Fp8IndexerCodec(RowCodec):
 def row_codec(component: Component, *, width: int, dtype: torch.dtype, rope: int = 0) -> RowCodec:
     """Return the codec for rows of `width` numbers of a model that computes in `dtype`.
 
-    `rope` trailing numbers of an fp8_v4 row are kept in bf16. Raises InvalidInputError when the component's rows have
-    another length than the encoding gives.
+    `rope` trailing numbers of an fp8_v4 row are kept in bf16. Raises InvalidInputError when the component's rows have another
+    length.
     """
     codec: RowCodec
     match component.encoding:
@@ -214,11 +214,11 @@ def _scale_exponent(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` in `dtype`; what rounding lifted beyond its range becomes its largest number."""
+    """Return `values` in `dtype`, those beyond its range as its largest number: rounding may have lifted them there."""
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)
 
 
 def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    # torch turns what is too large for e4m3 into NaN, and a rounded scale may leave 448 * (1 + 2**-24).
+    # torch turns numbers that are too large for e4m3 into NaN, and a rounded scale may leave 448 * (1 + 2**-24).
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(_E4M3).view(torch.uint8)

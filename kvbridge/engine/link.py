@@ -46,20 +46,17 @@ log = structlog.get_logger(__name__)
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 RoomCall = Hold | Fetch | Provide | Publish | Finish | Release | AbortRoom
-"""Calls that are answered by Accepted, or refused."""
+"""Calls that are answered by Accepted or by a refusal."""
 EVENTS_KEPT = 4_096
-"""Events that are kept for an engine that does not ask for them. A room whose event was dropped can still be claimed."""
+"""Limit of events kept for an engine that does not ask for them. A room whose event was dropped can still be claimed."""
 RETRY_PAUSE_S = 0.05
 
 
 class EngineLink:
-    """One attached engine process. No call blocks longer than its timeout; close it when done."""
+    """The connection of one engine process. No call blocks longer than its timeout."""
 
     def __init__(self, runtime_dir: Path | str, *, timeout_s: float, daemon_user: int | None = None) -> None:
-        """Connect to the node with this runtime directory, whose daemon runs as that user (default: this process's).
-
-        `timeout_s` bounds every call.
-        """
+        """Connect to the node with this runtime directory, whose daemon runs as `daemon_user` (default: this process's user)."""
         path = Path(runtime_dir).absolute() / ENGINE_SOCKET
         self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
             path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
@@ -70,9 +67,9 @@ class EngineLink:
         self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
         self._overflowed = False
         self._posted: dict[int, tuple[int, int]] = {}
-        """Room and generation (0: none named) of each posted call, whose answer nobody waits for."""
+        """Room and generation (0: none named) of each posted call. Nobody waits for its answer."""
         self.lost = ""
-        """Reason why the device memory behind this attachment is gone; empty while it is there."""
+        """Reason why the device memory of this attachment is gone; empty while it is there."""
 
     def number(self) -> int:
         """Return the number for the next call."""
@@ -124,7 +121,7 @@ class EngineLink:
         return events
 
     def first_event(self, room: int, timeout_s: float) -> list[RoomEvent]:
-        """Return the first event of a room, if it has come; waits up to `timeout_s` for an event of any. Other events are kept."""
+        """Return a room's first event in a list, empty if none comes: this waits up to `timeout_s` for an event of any room."""
         for wait_s in (0.0, timeout_s):
             self._receive(wait_s)
             mine = next((event for event in self._events if event.room == room), None)
@@ -139,7 +136,7 @@ class EngineLink:
             wait_s = 0.0
 
     def _take(self, received: NodeToEngine) -> None:
-        """Keep an event, or the refusal of a posted call as an event; drop other answers."""
+        """Keep an event, and the refusal of a posted call as an event. Drop other answers."""
         if isinstance(received, Detached):
             self.lost = received.reason
             return
@@ -151,16 +148,18 @@ class EngineLink:
             received = RoomEvent(room=room, generation=generation, kind="refused", **why)
         if len(self._events) == EVENTS_KEPT and not self._overflowed:
             self._overflowed = True
-            log.warning("events_dropped", kept=EVENTS_KEPT, why="this engine does not ask for events; the oldest go")
+            log.warning(
+                "events_dropped", kept=EVENTS_KEPT, why="this engine does not ask for events; the oldest are dropped"
+            )
         self._events.append(received)
 
     def close(self) -> None:
-        """Leave the node; it notices when the process ends."""
+        """Close the connection; the node notices."""
         self._client.close()
 
 
 def _checked(received: Answer, answer: type[AnswerT]) -> AnswerT:
-    """Return the expected answer. Raises the error that a refusal stands for."""
+    """Return the expected answer, or raise the error that a refusal stands for."""
     if isinstance(received, answer):
         return received
     if not isinstance(received, Refused):

@@ -32,9 +32,9 @@ log = structlog.get_logger(__name__)
 
 SETUP_TIMEOUT_S = 120.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Pauses before an ended rank worker starts again. Each pause doubles, until a worker has served longer than the longest one."""
+"""Pauses before an ended rank worker starts again. They double, until a worker has served longer than the longest pause."""
 ENDED = "its node has ended it"
-"""Reason of a rank worker whose node has shut it down, as a node does when it stops."""
+"""Reason of a rank worker that its node has shut down, as a node does when it stops."""
 CLOSE_TIMEOUT_S = 30.0
 """Longest wait for the end of a rank worker: the default limit of closing transports, and some seconds."""
 KEEP_TENSORS = "it may still read and write the adopted tensors, so keep them where they are and end this process"
@@ -45,7 +45,7 @@ _SPACES = {
     ComponentKind.C4_INDEXER_STATE: IndexSpace.SWA,
     ComponentKind.C128_STATE: IndexSpace.REQUEST,
 }
-"""Index space of the components that are not in `full`."""
+"""Index space of each component that is not in `full`."""
 
 
 class EngineMemory:
@@ -112,7 +112,7 @@ class WorkerEnd:
     node: str = ""
     """Incarnation of the node that the rank worker served."""
     node_gone: bool = False
-    """Whether this node has ended, too. A node that lives knows of the end, and sends the events of its rooms."""
+    """Whether this node has ended, too. A node that lives notices the end, and sends the events of its rooms."""
 
 
 def adopted_region(
@@ -121,8 +121,8 @@ def adopted_region(
     """Describe one component of one layer in the engine's own tensor.
 
     `component`: its kind, such as "mha_kv", or the component of a geometry. `pages`: uint8 [page_count, page_bytes] with contiguous
-    rows, the first dimension of any stride; not moved or freed while adopted. `lanes`: the [start, stop) of the component's lanes
-    that the tensor holds. Raises InvalidInputError for another form.
+    rows, the first dimension of any stride; do not move or free them while adopted. `lanes`: the [start, stop) of the component's
+    lanes in the tensor. Raises InvalidInputError for another form.
     """
     kind = component.kind if isinstance(component, Component) else _kind(component)
     if pages.dtype is not torch.uint8 or pages.ndim != 2 or pages.stride(1) != 1:
@@ -156,17 +156,17 @@ def _kind(name: str) -> ComponentKind:
 class AdoptedWorker:
     """The rank worker of one rank, on a thread of the engine's process.
 
-    The thread does the work of a rank-worker process. The node still decides everything and owns the host pool. The tensors must
-    stay where they are until `close`, and pages of a room belong to the room until the event that ends it.
+    It does the work of a rank-worker process: the node still decides everything and owns the host pool. The tensors must stay where
+    they are until `close`, and pages of a room belong to the room until the event that ends it.
     """
 
     def __init__(self, runtime_dir: Path, rank: Rank, regions: Sequence[Region]) -> None:
-        """Start the thread, which connects to the node by itself and starts again whenever it has ended."""
+        """Start the thread, which connects to the node, and again whenever the rank worker has ended."""
         self.rank = rank
         self._ends: deque[WorkerEnd] = deque()
         self._link: NodeLink | None = None
         self._unclosed = ""
-        """Why the rank worker may still move bytes, though its thread has ended."""
+        """Reason why the rank worker may still move bytes, though its thread has ended."""
         self._stop = threading.Event()
         socket = runtime_dir.absolute() / WORKER_SOCKET
         self._thread = threading.Thread(target=self._run, args=(socket, regions), name=f"kvbridge-{rank}", daemon=True)
@@ -191,7 +191,7 @@ class AdoptedWorker:
             except UnclosedError as error:
                 self._unclosed = str(error)
                 log.error("adopted_worker_stuck", rank=str(self.rank), reason=str(error))
-                return  # its transports may still reach the tensors, so there must not be a second one
+                return  # its transports may still reach the tensors, so there must not be a second worker
             if self._stop.is_set():
                 return
             if end is not None:
@@ -203,7 +203,7 @@ class AdoptedWorker:
             self._stop.wait(pause_s)
 
     def _serve(self, socket: Path, regions: Sequence[Region]) -> WorkerEnd | None:
-        """Serve until the end; return None when serving did not begin. Raises UnclosedError when something is not closed."""
+        """Serve until the end. Return None when serving did not begin. Raises UnclosedError when something is not closed."""
         try:
             link = open_node_link(socket)
         except BridgeError as error:
@@ -227,8 +227,8 @@ class AdoptedWorker:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Stop the rank worker and wait for its end. It moves no byte afterwards.
 
-        Raises DeadlineError when the rank worker does not end in time, and UnclosedError, at every call, when it has ended without
-        closing everything. Then the tensors must stay where they are until this process ends.
+        Raises DeadlineError when it does not end in time, and UnclosedError, at every call, when it has ended without closing
+        everything: the tensors must then stay where they are until this process ends.
         """
         self._stop.set()
         self._thread.join(timeout_s)

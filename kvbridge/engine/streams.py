@@ -34,9 +34,9 @@ from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 log = structlog.get_logger(__name__)
 
 StreamChoice = torch.cuda.Stream | int | None
-"""A stream, its handle, or None for the current one of each GPU."""
+"""A stream, its handle, or None for the current stream of each GPU."""
 LOOK_AGAIN_S = 0.0005
-"""Pause between two questions to a GPU, while somebody waits."""
+"""Pause between two questions to a GPU while somebody waits."""
 
 
 class StreamOrder:
@@ -49,7 +49,7 @@ class StreamOrder:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Ordinals of the GPUs, none for pools in host memory."""
+        """Ordinals of the GPUs; none for pools in host memory."""
         return tuple(sorted(set(self._devices.values())))
 
     def points(self, stream: StreamChoice) -> dict[str, StreamPoint]:
@@ -78,7 +78,7 @@ class StreamOrder:
             return self._marks.reached(points)
 
     def reached(self, stream: StreamChoice, also: frozenset[StreamPoint] = frozenset()) -> Callable[[], bool]:
-        """Mark the present end of the stream on each GPU; the result asks whether these and `also` are passed."""
+        """Mark the present end of the stream on each GPU. Return a question: whether these points and `also` are passed."""
         return partial(self.passed, also.union(self.points(stream).values()))
 
     def _streams(self, stream: StreamChoice) -> dict[int, int]:
@@ -108,7 +108,7 @@ class _Deferred:
 
 
 class DeferredCalls:
-    """Calls that are sent as soon as their point is reached, in their order. Used by one thread."""
+    """Calls that are sent in their order, each as soon as its point is reached. Used by one thread."""
 
     def __init__(self) -> None:
         self._waiting: list[_Deferred] = []
@@ -119,7 +119,7 @@ class DeferredCalls:
         return len(self._waiting)
 
     def send_when(self, ready: Callable[[], bool], what: str, send: Callable[[], None]) -> None:
-        """Send now when `ready()` and nothing waits before it, else keep the call for `send_due`. `what` is for messages.
+        """Send now when `ready()` and nothing waits before it; otherwise keep the call for `send_due`. `what` names it in messages.
 
         `ready` asks a GPU and never waits. Raises the error of `send` when it sends now.
         """
@@ -132,8 +132,8 @@ class DeferredCalls:
     def send_due(self) -> None:
         """Send the calls whose points are reached.
 
-        Raises NotReadyError or DeadlineError for a call that the node does not take in time; the call stays, and is sent again
-        later. A refused call is logged and dropped; so is one whose GPU has failed, and `finish` raises for it.
+        Raises NotReadyError or DeadlineError for a call that the node does not take in time; it stays, and is sent again later. A
+        refused call is logged and dropped; so is one whose GPU has failed, and `finish` raises for it.
         """
         while self._waiting:
             first = self._waiting[0]
@@ -173,11 +173,8 @@ class DeferredCalls:
 
 
 def current_gpu(device: int | None) -> AbstractContextManager[None]:
-    """Make a GPU (None: no GPU) the thread's current one inside the block; the engine's choice is restored."""
+    """Make a GPU (None: no GPU) the thread's current one inside the block; then restore the engine's choice."""
     return nullcontext() if device is None else torch.cuda.device(device)
-
-
-# ---------------------------------------------------------------------------------------------- loads from host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +187,7 @@ class RankCopier:
     layers: frozenset[int]
     """Layers with host copies."""
     page_bytes: Mapping[IndexSpace, int]
-    """Bytes that are copied of a page, for each device space with host copies on this rank."""
+    """Bytes copied for a page of each device space with host copies on this rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -199,17 +196,17 @@ class Load:
 
     tickets: dict[Rank, int] = field(default_factory=dict)
     points: Mapping[str, StreamPoint] = field(default_factory=dict)
-    """Point behind which the load is complete, for each rank with a GPU, by its name."""
+    """Point after which the load is complete, for each rank with a GPU, by its name."""
     bytes: int = 0
     """Bytes over all ranks."""
     host_s: float = 0.0
-    """Time that `start` took, which with pools in host memory is the load."""
+    """Duration of `start`; with pools in host memory this is the load."""
     began: dict[int, Any] = field(default_factory=dict)
     ended: dict[int, Any] = field(default_factory=dict)
     """CUDA events with times, by GPU."""
 
     def seconds(self) -> float:
-        """Return the copying time of the slowest GPU; for a load that is over."""
+        """Return the copying time of the slowest GPU, for a load that is over."""
         return max((self.began[gpu].elapsed_time(self.ended[gpu]) / 1000 for gpu in self.ended), default=self.host_s)
 
 
@@ -233,7 +230,7 @@ def rank_copiers(
                 )
                 regions.append(region)
             if not regions:
-                continue  # a stage of layers that have none, such as windows alone on decode
+                continue  # a stage whose layers have no host copies, such as windows alone on decode
             means = CopyMeans(CopyBackend(backend), views.device)
             with current_gpu(views.device):
                 copier = HostCopier(geometry, regions, host_copies, direction=Direction.LOAD_BACK, means=means)
@@ -256,10 +253,10 @@ class LoadBacks(Closing):
         self._loads: dict[int, Load] = {}
 
     def start(self, room: int, pages: Pages, *, by_layer: bool) -> Load:
-        """Enqueue the load that an answer to `begin` or `claim` asks for, once for each rank.
+        """Enqueue the load that an answer to `begin` or `claim` asks for, on each rank.
 
         Unless `by_layer`, the current stream of each GPU waits for it. Raises TransportError when it cannot be enqueued; `points`
-        then are behind the copies that were.
+        are then after the copies that were.
         """
         began_s, moves = time.monotonic(), page_moves(pages)
         load = self._loads[room] = Load()
@@ -292,12 +289,12 @@ class LoadBacks(Closing):
                 each.copier.wait_layer(layer, load.tickets[rank], stream=self._order.handle(each.device, stream))
 
     def points(self, room: int | None = None) -> frozenset[StreamPoint]:
-        """Return the points behind which a room's load is complete, or with None the loads of all rooms."""
+        """Return the points after which a room's load is complete; with None, the loads of all rooms."""
         loads = self._loads.values() if room is None else filter(None, [self._loads.get(room)])
         return frozenset(point for load in loads for point in load.points.values())
 
     def forget(self, room: int) -> None:
-        """Drop the load of a room. Harmless for a room that loads nothing."""
+        """Forget the load of a room. Harmless for a room that loads nothing."""
         self._loads.pop(room, None)
 
     def _handle(self, device: int | None) -> int:

@@ -24,13 +24,13 @@ from kvbridge.core.plan.operations import Section
 IndexArray = npt.NDArray[np.int64]
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-"""Rows are gathered and scattered in the widest word that everything is a multiple of; the bytes are the same."""
+"""Rows are gathered and scattered in the widest word that divides everything; the bytes are the same."""
 _ARRAY_TYPES = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowPlaces:
-    """Places of consecutive rows: two int64 arrays of equal length, `page_ids[i]` and `slots[i]` of the i-th row."""
+    """Places of consecutive rows: int64 arrays of equal length, `page_ids[i]` and `slots[i]` of the i-th row."""
 
     page_ids: IndexArray
     slots: IndexArray
@@ -39,8 +39,8 @@ class RowPlaces:
 def place_rows(component: Component, table: PageTable, start_row: int, stop_row: int) -> RowPlaces:
     """Return the places of rows [start_row, stop_row) of `component` in the pages of `table`.
 
-    Raises InvalidInputError when the interval is not one, or when a ring would hold two of its rows in one slot;
-    PageOutOfBoundsError when the table has no page for a row.
+    Raises InvalidInputError for no interval, or when two of the rows would lie in one slot of a ring; PageOutOfBoundsError when the
+    table has no page for a row.
     """
     if not 0 <= start_row <= stop_row:
         raise InvalidInputError(f"{component.kind}: rows [{start_row}, {stop_row}) are not an interval of rows")
@@ -118,7 +118,7 @@ class RegionView:
         return table
 
     def write(self, places: RowPlaces, rows: torch.Tensor) -> None:
-        """Write rows, uint8 [n, row_bytes], where `places` (of n rows) says, onto the region's device."""
+        """Write rows, uint8 [n, row_bytes], to `places` (of n rows), onto the region's device."""
         if rows.dtype is not torch.uint8 or tuple(rows.shape) != (len(places.slots), self.row_bytes):
             raise InvalidInputError(
                 f"{self}: need uint8 rows of shape {(len(places.slots), self.row_bytes)}, got {rows.dtype} of shape "
@@ -192,10 +192,9 @@ class RegionView:
 
 
 class PoolViews:
-    """All regions of one rank as tensors.
+    """All regions of one rank as tensors, with those of its node's host pool, at addresses of this process.
 
-    `regions` are those of one rank and of its node's host pool, with addresses valid in this process. A component of a
-    layer may have a device region and a host region; a request that has a page table for the host pool lives there.
+    A component of a layer may have a device region and a host region; a request with a page table for the host pool lives there.
     """
 
     def __init__(self, geometry: ModelGeometry, regions: Sequence[Region]) -> None:
@@ -204,7 +203,7 @@ class PoolViews:
         if len(devices) > 1:
             raise InvalidInputError(f"the regions of one rank lie on several GPUs: {', '.join(map(str, devices))}")
         self.device = devices[0] if devices else None
-        """CUDA ordinal of the rank's GPU in this process, None when all of its pools are host memory."""
+        """CUDA ordinal of the rank's GPU in this process; None: all of its pools are host memory."""
         self._homes: dict[tuple[ComponentKind, int], dict[IndexSpace, RegionView]] = {}
         for region in regions:
             spaces = self._homes.setdefault((region.component, region.layer), {})
@@ -231,10 +230,9 @@ class PoolViews:
         return view
 
     def home(self, kind: ComponentKind, layer: int, *, tables: Tables) -> RegionView:
-        """Return the region in which a request with these tables lives: the host's if both have one, else the device's.
+        """Return the region of a request with these tables: the host's if both have one, else the device's.
 
-        Raises NotFoundError when this rank does not hold the component, InvalidInputError when the request has no table
-        for it.
+        Raises NotFoundError when this rank does not hold the component, InvalidInputError when the request has no table for it.
         """
         spaces = self._spaces(kind, layer)
         if IndexSpace.HOST in spaces and IndexSpace.HOST in tables:
@@ -264,13 +262,13 @@ class Part:
     kind: ComponentKind
     layer: int
     rows: slice
-    """Row numbers along the request. A row of a cache that grows stands for one token, or for as many as the model compresses."""
+    """Row numbers along the request. A row of a growing cache stands for one token, or for as many as the model compresses."""
     view: RegionView
     table: PageTable
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, bytes of a row): what `write` takes and `read` returns."""
+        """(rows, bytes of a row): the shape that `write` takes and `read` returns."""
         return self.rows.stop - self.rows.start, self.view.row_bytes
 
     def write(self, rows: torch.Tensor) -> None:
@@ -314,7 +312,7 @@ def _check_form(component: Component, region: Region) -> None:
 
 
 def _extents(region: Region, word_bytes: int) -> list[tuple[torch.Tensor, int]]:
-    """Each extent as (its memory in words, pages in it); the last one may hold fewer."""
+    """Return each extent as (its memory in words, pages in it); the last one may hold fewer pages."""
     memory = _host_memory if region.memory is MemoryKind.DRAM else _device_memory
     return [
         (memory(address, length_bytes // word_bytes, word_bytes, region), pages)
@@ -329,13 +327,13 @@ def _host_memory(address: int, words: int, word_bytes: int, _: Region) -> torch.
 
 def _device_memory(address: int, words: int, word_bytes: int, region: Region) -> torch.Tensor:
     view = torch.as_tensor(_DeviceArray(address, words, word_bytes), device=torch.device("cuda", region.device))
-    if view.data_ptr() != address:  # a copy would be written without anybody seeing it
+    if view.data_ptr() != address:  # torch made a copy, and nobody would see what is written to it
         raise InvalidInputError(f"{region.label}: {address:#x} is not memory of cuda:{region.device}")
     return view
 
 
 class _DeviceArray:
-    """Device memory that somebody else owns, in the form that torch takes over without a copy."""
+    """Device memory of somebody else, in the form that torch takes over without a copy."""
 
     def __init__(self, address: int, words: int, word_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -27,12 +27,12 @@ from kvbridge.engine.views import Part
 
 SWA, C4, INDEXER, C128 = ComponentKind.SWA_KV, ComponentKind.C4_KV, ComponentKind.C4_INDEXER, ComponentKind.C128_KV
 _ENTRIES = {C4: "compressor", INDEXER: "indexer", C128: "compressor"}
-"""The cache's own name for each component that grows."""
+"""The cache's own name for each growing component."""
 _STATE_OF = {C4: ComponentKind.C4_STATE, INDEXER: ComponentKind.C4_INDEXER_STATE, C128: ComponentKind.C128_STATE}
 _STATES = {_STATE_OF[kind]: name for kind, name in _ENTRIES.items()}
 SPARSE = "compressed_sparse_attention"
 _GROWING = {"sliding_attention": (), SPARSE: (C4, INDEXER), "heavily_compressed_attention": (C128,)}
-"""The components with entries of each type of layer; all have windows as well, and the state of each of these."""
+"""Components with entries in each type of layer. All layers have windows as well, and the state of each of these components."""
 
 CacheLayer = Any
 """DeepseekV4CSACache, DeepseekV4HCACache or DynamicSlidingWindowLayer, by the layer's type."""
@@ -42,14 +42,14 @@ ReadRows = Callable[[Component, int, int, int], torch.Tensor]
 
 
 class CacheCodec:
-    """Turns a model's cache into rows and back. One for a model; keeps nothing of a request.
+    """Turns the caches of a model into rows and back. Keeps nothing of a request.
 
-    Native rows keep every bit, with one exception: a bf16 model whose position bias is fp32 has fp32 overlap gates, which only
-    fp32 states (those of fp8_v4) keep whole.
+    Native rows keep every bit, with one exception: a bf16 model whose position bias is fp32 has fp32 overlap gates, which only fp32
+    states (those of fp8_v4) keep whole.
     """
 
     def __init__(self, geometry: ModelGeometry, model: Any) -> None:  # noqa: ANN401 - transformers is untyped
-        """Caches that are made here live on the model's device. Raises InvalidInputError when geometry and model do not fit."""
+        """Caches made here live on the model's device. Raises InvalidInputError when geometry and model do not fit."""
         self.geometry = geometry
         self.device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
@@ -107,7 +107,7 @@ class CacheCodec:
         config = self._config
         dim = config.index_head_dim if "indexer" in component.kind else config.head_dim
         if component.kind in _STATES:
-            # Rows that are stored in fp32 stay so until they are back in place: an overlap gate of a bf16 model is fp32.
+            # Rows stored in fp32 stay fp32 until they are back in place: an overlap gate of a bf16 model is fp32.
             dtype = torch.float32 if component.encoding is Encoding.FP32 else self._dtype
             return row_codec(component, width=2 * dim * (component.overlap + 1), dtype=dtype)
         return row_codec(component, width=dim, dtype=self._dtype, rope=config.qk_rope_head_dim)
@@ -116,7 +116,7 @@ class CacheCodec:
         return self._codecs[kind].decode(read(self.geometry.component(kind), layer, start, stop)).to(self.device)
 
     def _decode_entries(self, held: CacheLayer, kind: ComponentKind, layer: int, tokens: int, read: ReadRows) -> None:
-        """Set the entries of one kind, and the state that waits to become the next one."""
+        """Set the entries of one kind, and the state that becomes the next entry."""
         name = _ENTRIES[kind]
         held.entry_count[name] = tokens // self.geometry.component(kind).tokens_per_row
         if kind not in getattr(held, "entries_elsewhere", ()):  # sparse decode has them in host pages
@@ -134,7 +134,7 @@ class CacheCodec:
 
 
 def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | None = None) -> DynamicCache:
-    """Return `cache` as decode would see it: the same cache after encoding and decoding, without pages."""
+    """Return `cache` as decode would see it: after encoding and decoding, without pages."""
 
     def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
         return codec.encode(cache, component, layer, start=start, stop=stop)

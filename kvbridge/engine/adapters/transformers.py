@@ -28,11 +28,11 @@ from kvbridge.engine.encodings import RowCodec
 from kvbridge.sparse import SparseCache
 
 INITIALIZER_RANGE = 0.08
-"""Wide enough for generated text to vary; with the library's 0.02 a random model repeats one token."""
+"""Standard deviation of random weights: with the library's 0.02 a random model repeats one token."""
 CACHE_ARGUMENT = (
     "cache" if "cache" in inspect.signature(DeepseekV4ForCausalLM.forward).parameters else "past_key_values"
 )
-"""The name of the cache among the arguments of a model and of its layers; transformers 5.24 has renamed it."""
+"""Name of the cache among the arguments of a model and of its layers; transformers 5.24 has renamed it."""
 _ENTRIES = "compressor"
 """The cache's own name for the entries that attention reads; the indexer's keys stay in the cache."""
 
@@ -41,7 +41,7 @@ Model = Any
 
 
 class Prefill(NamedTuple):
-    """A computed prompt: its cache, the fp32 logits [vocabulary] of its last position, and their most likely token."""
+    """A computed prompt: its cache, the fp32 logits [vocabulary] of its last position, and the most likely token."""
 
     cache: DynamicCache
     logits: torch.Tensor
@@ -60,8 +60,8 @@ def load_model(
 ) -> Model:
     """Return a model whose random weights depend on `config`, `seed` and `dtype` only, made on the CPU.
 
-    The model lives on `device` (by default the CPU), without gradients, with eager attention and experts. The whole process then
-    computes on one thread, since the logits depend on the thread count.
+    The model lives on `device` (default: the CPU), without gradients, with eager attention and experts. The whole process computes
+    on one thread from then on, because the logits depend on the thread count.
     """
     torch.set_num_threads(1)
     facts = {"initializer_range": INITIALIZER_RANGE, **config}
@@ -91,11 +91,11 @@ def prefill_chunks(
     on_chunk: Callable[[DynamicCache, int], None] = lambda _cache, _tokens: None,
     cache: DynamicCache | None = None,
 ) -> Prefill:
-    """Compute a prompt in chunks that end at multiples of `chunk_tokens`, and call `on_chunk` with the tokens computed so far.
+    """Compute a prompt in chunks that end at multiples of `chunk_tokens`. Call `on_chunk` with the tokens computed so far.
 
-    `cache` may hold a prefix; computation continues from its end. If the prefix ends at a multiple of `chunk_tokens`, the result
-    has the bits of a computation from the start. Raises InvalidInputError when no token is left to compute: the logits of the
-    last token are in no cache.
+    `cache` may hold a prefix; computation continues from its end, with the bits of a computation from the start if the prefix ends
+    at a multiple of `chunk_tokens`. Raises InvalidInputError when no token is left to compute: no cache holds the logits of the
+    last token.
     """
     held = DynamicCache(config=model.config) if cache is None else cache
     start, stop = held.get_seq_length(), len(token_ids)
@@ -124,7 +124,7 @@ def generate(model: Model, cache: DynamicCache, *, first_token: int, steps: int)
 
 @torch.no_grad()
 def forward(model: Model, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:
-    """Feed tokens, by which the cache grows; return the fp32 logits [vocabulary] of the next."""
+    """Feed tokens into the cache; return the fp32 logits [vocabulary] of the next token."""
     ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
     output = model(ids, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1)
     logits: torch.Tensor = output.logits[0, -1].float()
@@ -132,7 +132,7 @@ def forward(model: Model, cache: DynamicCache, tokens: Sequence[int]) -> torch.T
 
 
 class SparseLayer(DeepseekV4CSACache):  # type: ignore[no-untyped-call]  # transformers is half typed
-    """The cache of a C4 layer whose attention sees the selected entries only: of those in `store`, or of all here without one."""
+    """The cache of a C4 layer whose attention sees only the selected entries: of `store`, or without one of those here."""
 
     _layer_type: str | None = None  # type: ignore[assignment]  # with a type it would replace the library's own class
 
@@ -144,7 +144,7 @@ class SparseLayer(DeepseekV4CSACache):  # type: ignore[no-untyped-call]  # trans
         self.entries_elsewhere = frozenset() if store is None else frozenset({C4})
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """Take the entry that became complete, or none: [1, 0 or 1, width]. Return room for the selected ones."""
+        """Take the new entry or none: [1, 0 or 1, width]. Return room for the selected entries."""
         if name != _ENTRIES:
             everything: torch.Tensor = super().update_compressor_states(name, compressed)
             return everything
@@ -163,7 +163,7 @@ class SparseLayer(DeepseekV4CSACache):  # type: ignore[no-untyped-call]  # trans
         return self._room
 
     def select(self, top_k: torch.Tensor) -> torch.Tensor:
-        """Fetch the rows that the indexer selected, [1, 1, k], into the room; return their places there, -1 for no row."""
+        """Fetch the rows that the indexer selected, [1, 1, k], into the room. Return their places there; -1: no row."""
         room, self._room = self._room, None
         if room is None or top_k.shape != (1, 1, room.shape[1]):
             raise ConflictError(
@@ -192,13 +192,13 @@ def sparse_cache(config: Any, codec: CacheCodec, store: SparseCache | None = Non
 
 
 def hook_indexers(model: Model) -> list[Any]:
-    """Have every indexer of a model hand its selection to the `SparseLayer`. Dense caches are left alone. Returns the hooks."""
+    """Make every indexer of a model hand its selection to the `SparseLayer`. Leaves dense caches alone. Returns the hooks."""
     indexers = [module for name, module in model.named_modules() if name.endswith(".compressor.indexer")]
     return [module.register_forward_hook(_select, with_kwargs=True) for module in indexers]
 
 
 class SparseDecoder(Closing):
-    """A model and the hot buffer that its requests share; for one thread. To end a request, release its slot in `store`."""
+    """A model and the hot buffer of its requests, for one thread. To end a request, release its slot in `store`."""
 
     def __init__(self, model: Model, codec: CacheCodec, store: SparseCache) -> None:
         """Raises InvalidInputError when the hot buffer was made for another model."""
@@ -230,8 +230,8 @@ class SparseDecoder(Closing):
     def step(self, slot: int, cache: DynamicCache, *, token: int) -> torch.Tensor:
         """Feed one token; return the fp32 logits [vocabulary] of the next.
 
-        Raises InvalidInputError when the request has no host page for the row that this token completes; then nothing has changed,
-        and `SparseCache.extend` helps. After any other error, release the request.
+        Raises InvalidInputError, with nothing changed, when the request has no host page for the row that this token completes:
+        `SparseCache.extend` helps. After any other error, release the request.
         """
         self.store.begin_step([(slot, (cache.get_seq_length() + 1) // self._component.tokens_per_row)])
         try:
@@ -240,13 +240,13 @@ class SparseDecoder(Closing):
             self.store.end_step()
 
     def close(self) -> None:
-        """Take the hooks off the model; the hot buffer is its owner's to close."""
+        """Take the hooks off the model. The owner closes the hot buffer."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _select(_: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], top_k: torch.Tensor) -> Any:  # noqa: ANN401
-    """Take the cache and the layer's number from the indexer's last arguments. None leaves its result as it is."""
+    """Find the cache and the layer's number among the indexer's arguments. None leaves its result unchanged."""
     cache = named.get(CACHE_ARGUMENT, arguments[3] if len(arguments) > 3 else None)
     layer = named.get("layer_idx", arguments[4] if len(arguments) > 4 else None)
     held = cache.layers[layer] if cache is not None else None

@@ -1,4 +1,4 @@
-"""A process's attachment to the node beside its engine, renewed whenever the node has ended and come back."""
+"""A process's attachment to the node beside its engine. A thread renews it whenever the node has ended and come back."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvbridge.engine.prefill import PrefillEngine
 log = structlog.get_logger(__name__)
 
 PAUSE_S, LONG_PAUSE_S = 0.05, 2.0
-"""Between two attempts to attach: while a node starts up, and while somebody has to change something."""
+"""Pauses between two attempts to attach: while a node starts up, and while a person has to change something."""
 ATTEMPT_S = 5.0
 CLOSE_S = 2 * ATTEMPT_S
 ENGINES: dict[Role, type[Engine]] = {Role.PREFILL: PrefillEngine, Role.DECODE: DecodeEngine}
@@ -47,18 +47,18 @@ class _Unsent(NamedTuple):
 class NodeAttachment:
     """One process of an engine at its node of one role, serving no rank. For one thread, which never waits.
 
-    Another incarnation of the node knows nothing of the rooms of this one. So a thread makes the next attachment only when the user
-    has given up the one before, and the user takes it up only in `events`. Calls that the node does not read are kept, in their
-    order, and sent when it reads again. They are lost with the node.
+    Another incarnation of the node knows nothing of the rooms of this one. Therefore the thread attaches again only when the user
+    has given up the attachment before, and the user takes up the next one only in `events`. Calls that the node does not read are
+    kept in their order, sent when it reads again, and lost with the node.
     """
 
     def __init__(self, role: Role, runtime_dir: Path) -> None:
         self._role = role
         self._runtime_dir = runtime_dir
         self._made: Engine | None = None
-        """Set by the thread; None again when the user has given it up."""
+        """The thread's latest attachment; None once the user has given it up."""
         self._used: Engine | None = None
-        """The same, once the user has taken it up."""
+        """The attachment that the user has taken up."""
         self._unsent: deque[_Unsent] = deque()
         self._unsayable: list[RoomEvent] = []
         """Refusals of calls that no message can express."""
@@ -110,11 +110,11 @@ class NodeAttachment:
 
     @property
     def node(self) -> str:
-        """Incarnation of the node that calls go to; empty while there is none."""
+        """Incarnation of the node that gets the calls; empty while there is none."""
         return self._used.incarnation if self._used is not None else ""
 
     def events(self) -> list[RoomEvent]:
-        """Return the node's events since the last call, and send the calls that it did not read. `node` then is up to date."""
+        """Return the node's events since the last call, and send calls that it did not read. Afterwards `node` is up to date."""
         used = self._used = self._made
         if used is None:
             return []
@@ -128,7 +128,7 @@ class NodeAttachment:
         return events + unsayable
 
     def say(self, kind: type[RoomCall], room: int, *, tables: Tables | None = None, **fields: Any) -> bool:
-        """Send a call, now or when the node reads; return False when there is no node. A refusal, by whomever, is an event."""
+        """Send a call, now or when the node reads. Return False when there is no node. Any refusal is an event."""
         if self._used is None:
             return False
         self._unsent.append(_Unsent(kind, room, tables, fields))

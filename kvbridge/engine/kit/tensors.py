@@ -1,9 +1,9 @@
-"""An engine's KV cache tensors as a geometry, from their shapes and strides, and as regions at their addresses.
+"""An engine's KV cache tensors: a geometry from their shapes and strides, and regions at their addresses.
 
 The engine has one tensor for each attention layer of a rank, logically [blocks, KV heads, tokens of a block, content], in any order
-of memory; strides tell. A block is a page. When the heads are outermost in a block, a head is a lane, and the other side may split
-ranks otherwise. When they are not, a rank's part of a block is one lane, and both sides need as many tensor-parallel ranks. Blocks
-are moved whole: facts in the fingerprint must tell the order inside one head's part of a block.
+of memory, which the strides show. A block is a page. When the heads are outermost in a block, a head is a lane, and the other side
+may split ranks otherwise. When they are not, a rank's part of a block is one lane, and both sides need as many tensor-parallel
+ranks. Blocks are moved whole: facts in the fingerprint must tell the order inside one head's part of a block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BlockForm(FrozenModel):
     """KV heads of this rank; 1 for latent attention."""
     tokens: Positive
     content_bytes: Positive
-    """Key and value of one token and head, or the latent vector of one token."""
+    """Bytes of key and value of one token and head, or of the latent vector of one token."""
     heads_outermost: bool
     dtype: str
 
@@ -40,7 +40,7 @@ class BlockForm(FrozenModel):
 
 
 class RankCache(FrozenModel):
-    """The cache of one rank, as its worker tells the scheduler's process."""
+    """The cache of one rank, as its worker describes it to the scheduler's process."""
 
     form: BlockForm
     layers: tuple[int, ...]
@@ -62,7 +62,7 @@ def layer_number(name: str) -> int:
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
         raise UnsupportedError(
-            f"the KV cache '{name}' has {len(numbers)} numbers in its name, so which layer it is of cannot be told"
+            f"the KV cache '{name}' has {len(numbers)} numbers in its name, so its layer is not known"
         )
     return numbers[0]
 
@@ -158,7 +158,7 @@ def instance_cache(
 def cache_component(
     form: BlockForm, layers: tuple[int, ...], *, kv_heads: int, latent: bool, tp_size: int
 ) -> Component:
-    """Return the component of these layers. `kv_heads` and `latent` as for `instance_cache`. Raises UnsupportedError."""
+    """Return the component of these layers. `kv_heads` and `latent`: as for `instance_cache`. Raises UnsupportedError."""
     by_heads = form.heads_outermost or latent
     component = Component(
         kind=ComponentKind.MLA_KV if latent else ComponentKind.MHA_KV,
@@ -180,7 +180,6 @@ def cache_component(
 
 
 def _stage(ranks: Mapping[Rank, RankCache], pp: int, tp_size: int) -> tuple[int, ...]:
-    """Return the layers of one pipeline stage."""
     found = {ranks[rank].layers for rank in (Rank(pp=pp, tp=tp) for tp in range(tp_size)) if rank in ranks}
     present = sum(rank.pp == pp for rank in ranks)
     if present != tp_size or len(found) != 1:

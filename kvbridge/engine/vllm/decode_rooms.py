@@ -141,8 +141,7 @@ class DecodeRooms(RoomsOfRole):
             del self._withdrawals[room]
 
     def arrived(self, request: Request) -> None:
-        """A request has come. When its prompt is computed elsewhere, tell prefill that we fetch it; prefill then waits without a
-        limit.
+        """A request has come. When its prompt is computed elsewhere, tell prefill that we fetch it, so that prefill waits.
 
         Raises InvalidInputError for a room that cannot be read, that is not allowed or that another request has.
         """
