@@ -237,17 +237,17 @@ class Engine(Closing):
             load = self._loads.start(room.id, pages, by_layer=by_layer)
             room._load_began(load)
         except BridgeError as error:
-            why = f"pages of its prefix cannot be loaded from host memory: {error}"
-            why = why[:REASON_CHARS]
+            why = f"pages of its prefix cannot be loaded from host memory: {error}"[:REASON_CHARS]
             self._let_go(AbortRoom(call=self._link.number(), room=room.id, reason=why, load_failed=True), None)
             raise
-        arrived = partial(self._order.passed, frozenset(load.points.values()))
-        self._deferred.send_when(arrived, f"load of room {room.id}", partial(self._say_loaded, pages, load))
 
-    def _say_loaded(self, pages: Pages, load: Load) -> None:
-        figures = {"bytes": load.bytes, "seconds": load.seconds()}
-        said = Loaded(call=self._link.number(), room=pages.room, generation=pages.generation, **figures)
-        self._link.call(said, Accepted)
+        def say() -> None:
+            figures = {"bytes": load.bytes, "seconds": load.seconds()}
+            said = Loaded(call=self._link.number(), room=pages.room, generation=pages.generation, **figures)
+            self._link.call(said, Accepted)
+
+        arrived = partial(self._order.passed, frozenset(load.points.values()))
+        self._deferred.send_when(arrived, f"load of room {room.id}", say)
 
     def abort(self, room: int, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
         """Give a room up by its id. Submit nothing more that touches its pages. Harmless on a room that is over.

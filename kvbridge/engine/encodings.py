@@ -7,7 +7,6 @@ poison a whole group's scale; plain ones keep every bit.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 
@@ -23,17 +22,14 @@ _POWERS = torch.tensor([2.0 ** (byte - _BIAS) for byte in range(255)], dtype=tor
 _INVERSE_POWERS = torch.tensor([2.0 ** (_BIAS - byte) for byte in range(255)], dtype=torch.float32)
 
 
-@dataclass(frozen=True)
 class RowCodec(ABC):
-    """Numbers to rows and back. `width`: numbers of a row; `dtype`: that of decoded numbers."""
+    """Numbers to rows and back."""
 
-    width: int
-    dtype: torch.dtype
+    row_bytes: int
 
-    @property
-    @abstractmethod
-    def row_bytes(self) -> int:
-        """Bytes of an encoded row."""
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        """`width`: numbers of a row; `dtype`: that of decoded numbers."""
+        self.width, self.dtype = width, dtype
 
     @abstractmethod
     def encode(self, values: torch.Tensor) -> torch.Tensor:
@@ -44,15 +40,12 @@ class RowCodec(ABC):
         """uint8 [n, row_bytes], contiguous -> [n, width] in `dtype`, memory of its own."""
 
 
-@dataclass(frozen=True)
 class PlainCodec(RowCodec):
     """Numbers unchanged, in `stored`. Bit-exact when both dtypes are the numbers' own."""
 
-    stored: torch.dtype
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.stored.itemsize
+    def __init__(self, width: int, dtype: torch.dtype, stored: torch.dtype) -> None:
+        super().__init__(width, dtype)
+        self.stored, self.row_bytes = stored, width * stored.itemsize
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         _check_shape(values, self.width)
@@ -62,7 +55,6 @@ class PlainCodec(RowCodec):
         return rows.clone().view(self.stored).to(self.dtype)
 
 
-@dataclass(frozen=True)
 class Fp8V4Codec(RowCodec):
     """The DeepSeek-V4 row: e4m3 in groups of 64 under a power-of-two scale, then `rope` values in bf16; scales apart.
 
@@ -72,22 +64,12 @@ class Fp8V4Codec(RowCodec):
     has scale 1. A scale byte of 255 is refused.
     """
 
-    rope: int
-
-    @property
-    def plain(self) -> int:
-        """Number of quantised values: the leading ones."""
-        return self.width - self.rope
-
-    @property
-    def groups(self) -> int:
-        """Number of scales."""
-        return -(-self.plain // FP8_SCALED_VALUES)
-
-    @property
-    def row_bytes(self) -> int:
+    def __init__(self, width: int, dtype: torch.dtype, rope: int) -> None:
+        super().__init__(width, dtype)
+        self.rope, self.plain = rope, width - rope
+        self.groups = -(-self.plain // FP8_SCALED_VALUES)
         scale_bytes = -(-self.groups // FP8_SCALE_ROW_BYTES) * FP8_SCALE_ROW_BYTES
-        return self.plain + 2 * self.rope + scale_bytes
+        self.row_bytes = self.plain + 2 * rope + scale_bytes
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         numbers = _finite(values, self.width, "fp8_v4")
@@ -120,21 +102,15 @@ class Fp8V4Codec(RowCodec):
         return _within(torch.cat([flat, rope.to(torch.float32)], dim=1), self.dtype)
 
 
-@dataclass(frozen=True)
 class Fp8IndexerCodec(RowCodec):
     """An indexer key: e4m3 values, then one fp32 scale for each 128 of them (a shorter rest is a group too).
 
     The scale is the group's largest value / 448, so no value saturates. A group of zeros has scale 1.
     """
 
-    @property
-    def groups(self) -> int:
-        """Number of scales."""
-        return -(-self.width // FP8_INDEXER_SCALED_VALUES)
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width + 4 * self.groups
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__(width, dtype)
+        self.row_bytes = width + 4 * -(-width // FP8_INDEXER_SCALED_VALUES)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         grouped = _grouped(_finite(values, self.width, "fp8_indexer"), FP8_INDEXER_SCALED_VALUES)

@@ -58,19 +58,17 @@ class StreamOrder:
 
     def points_of(self, streams: Mapping[int, int]) -> dict[str, StreamPoint]:
         """Mark the present end of these streams, one handle for each GPU."""
-        marked = {device: self._mark(device, handle) for device, handle in streams.items()}
+        marked = {}
+        for device, handle in streams.items():
+            with current_gpu(device):
+                if device not in self._rings:
+                    self._rings[device] = EventRing.on(device)
+                marked[device] = self._rings[device].record(handle)
         return {str(rank): marked[device] for rank, device in self._devices.items()}
 
     def handle(self, device: int | None, stream: StreamChoice) -> int:
         """Return the handle of the chosen stream of one GPU; 0 for host memory (None)."""
         return 0 if device is None else self._streams(stream)[device]
-
-    def _mark(self, device: int, handle: int) -> StreamPoint:
-        with current_gpu(device):
-            ring = self._rings.get(device)
-            if ring is None:
-                ring = self._rings[device] = EventRing.on(device)
-            return ring.record(handle)
 
     def passed(self, points: Iterable[StreamPoint]) -> bool:
         """Whether the GPUs have passed all `points`; never waits. Raises TransportError when a GPU has failed."""

@@ -45,7 +45,6 @@ class RankCache(FrozenModel):
     form: BlockForm
     layers: tuple[int, ...]
     """Global layer numbers, ascending."""
-    block_count: Positive
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def rank_cache(tensors: Mapping[str, torch.Tensor], *, block_tokens: int, produc
             )
         if sum(number == other for other, _ in layers) > 1:
             raise UnsupportedError(f"layer {number} has more than one KV cache, '{name}' among them: not supported")
-    return RankCache(form=forms[first], layers=tuple(number for number, _ in layers), block_count=counts[first])
+    return RankCache(form=forms[first], layers=tuple(number for number, _ in layers))
 
 
 def _form(name: str, tensor: torch.Tensor, block_tokens: int, product: Product) -> BlockForm:
