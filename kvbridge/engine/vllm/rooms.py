@@ -59,10 +59,10 @@ class RoomsOfRole(ABC):
 
     def look(self, *, at_step: bool = False) -> None:
         """Take the node's events, and note when another node is there. `at_step`: seldom while nothing is under way."""
-        now_s = time.monotonic()
-        if at_step and self.idle and now_s < self._next_look_s:
-            return
-        self._next_look_s = now_s + IDLE_LOOK_S
+        if at_step:
+            if self.idle and time.monotonic() < self._next_look_s:
+                return
+            self._next_look_s = time.monotonic() + IDLE_LOOK_S
         events = self.attachment.events()
         self._stats.heard(events)
         for event in events:
