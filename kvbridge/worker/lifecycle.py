@@ -12,11 +12,12 @@ from pathlib import Path
 
 import structlog
 
-from kvbridge.config.transports import TransportSettings
-from kvbridge.core.errors import BridgeError, DeadlineError, NotReadyError
+from kvbridge.config.transports import TransportName, TransportSettings
+from kvbridge.core.errors import BridgeError, DeadlineError, NotReadyError, RegistrationError
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
-from kvbridge.core.ids import Rank
+from kvbridge.core.ids import MemoryKind, Rank
 from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat
+from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import (
     Shutdown,
     WorkerClosed,
@@ -25,11 +26,14 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerSetup,
 )
+from kvbridge.pool.memory.extent import Extent, Progress
+from kvbridge.pool.memory.gpu_memory import HostRegistration, export, forget_export
+from kvbridge.pool.memory.layout import RankPart, device_placement
+from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.transport import create_transport
 from kvbridge.transport.local.host import PROCESS_LOCK_FILES
 from kvbridge.worker.loop import RankWorker
-from kvbridge.worker.memory import WorkerMemory, bring_memory
 from kvbridge.worker.rank import NodeLink, RankIdentity, WorkerLimits, open_node_link
 
 log = structlog.get_logger(__name__)
@@ -98,11 +102,9 @@ def serve_rank(
             return
         with ExitStack() as stack:
             settings = TransportSettings.model_validate_json(setup.transports)
-            memory = bring_memory(
-                setup, settings, adopted, stack, on_progress=partial(_report_progress, link, rank, stopped)
-            )
+            progress = partial(_report_progress, link, rank, stopped)
             worker = RankWorker(
-                _identity(setup, settings, memory),
+                bring_memory(setup, settings, adopted, stack, on_progress=progress),
                 link,
                 lambda name, epoch: create_transport(name, settings, epoch=epoch),
                 WorkerLimits(transfer_s=setup.transfer_timeout_s, close_s=settings.close_s + CLOSE_MARGIN_S),
@@ -167,24 +169,91 @@ def _report_progress(
     link.send(WorkerProgress(rank=rank, done_bytes=done_bytes, total_bytes=total_bytes))
 
 
-def _identity(setup: WorkerSetup, settings: TransportSettings, memory: WorkerMemory) -> RankIdentity:
+# ------------------------------------------------------------------------------------------- memory
+
+
+def bring_memory(
+    setup: WorkerSetup,
+    settings: TransportSettings,
+    adopted: Sequence[Region],
+    stack: ExitStack,
+    *,
+    on_progress: Progress,
+) -> RankIdentity:
+    """Map the node's memory, make what the node asks for on the GPU, and adopt what this process brings; `stack` undoes it.
+
+    Only device memory that was made stays: others may have it open until this process ends (see `MemoryPool`). `on_progress` is
+    called while the host pool and the host copies are page-locked. Raises RegistrationError, InvalidInputError, UnsupportedError.
+    """
+    mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))
+    kept = stack.enter_context(MappedRegions(setup.twins))
+    regions, extents = mapped.regions, mapped.extents()
+    made: tuple[SharedRegion, ...] = ()
+    part = RankPart(rank=setup.rank, pp_size=setup.pp_size, tp_size=setup.tp_size, layers=setup.layers)
+    if setup.allocate is not None:
+        vram = part.model_copy(update={"memory": MemoryKind.VRAM, "device": setup.allocate.device})
+        placement = device_placement(
+            setup.geometry,
+            vram,
+            page_counts=setup.allocate.page_counts,
+            exclude=setup.allocate.exclude,
+            page_first=setup.allocate.page_first,
+        )
+        pool = MemoryPool.on_gpu(placement, on_progress=on_progress)
+        regions, extents, made = pool.regions() + regions, [*pool.extents(), *extents], pool.shared_regions()
+    if adopted:
+        on_host = {shared.region.component for shared in setup.host}
+        exported = _exported(adopted, stack, required=TransportName.LOCAL in settings.order)
+        ours = MemoryPool.adopted(setup.geometry, part, adopted, exclude=on_host, shared=exported)
+        regions, extents = regions + ours.regions(), [*extents, *ours.extents()]
+    device = next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
+    if device is not None:
+        locked = (*mapped.mappings, *kept.mappings)
+        stack.enter_context(
+            HostRegistration(
+                locked, extents=[*mapped.extents(), *kept.extents()], device=device, on_progress=on_progress
+            )
+        )
     manifest = RankManifest(
         fingerprint=fingerprint(setup.geometry),
         rank=setup.rank,
         pp_size=setup.pp_size,
         tp_size=setup.tp_size,
-        regions=memory.regions,
+        regions=regions,
     )
     check_manifest(manifest, setup.geometry)
-    order = tuple(str(name) for name in settings.order)
     return RankIdentity(
         setup.geometry,
         manifest,
-        memory.extents,
-        order,
+        tuple(extents),
+        tuple(map(str, settings.order)),
         epoch=setup.epoch,
-        made=memory.made,
-        twins=memory.twins,
+        made=made,
+        twins=kept.regions,
         stage_tp_ranks=setup.stage_tp_ranks,
         copy_backend=setup.copy_backend,
     )
+
+
+def _exported(adopted: Sequence[Region], stack: ExitStack, *, required: bool) -> list[Extent]:
+    """Make the engine's device memory known to other processes of the host, each allocation once.
+
+    `required`: memory that cannot be shared is an error, since the `local` transport is to reach it.
+    """
+    allocations: list[Extent] = []
+    for region in adopted:
+        if region.memory is not MemoryKind.VRAM:
+            continue
+        address = region.extent_addresses[0]
+        if any(known.holds(address, address + region.page_bytes, region.memory) for known in allocations):
+            continue
+        try:
+            exported = export(region.device, address)
+        except RegistrationError as error:
+            if required:
+                raise RegistrationError(f"{region.label}: {error}; or take `local` out of transports.order") from error
+            log.info("device_memory_not_shared", region=region.label, reason=str(error))
+            continue
+        stack.callback(forget_export, exported)
+        allocations.append(exported)
+    return allocations

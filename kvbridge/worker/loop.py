@@ -1,9 +1,15 @@
 """One rank at work: it owns a device's memory registrations and its transport agents, and executes orders.
 
-When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`): once the successor is there, what is
-new goes through that, and the old one is closed when what other peers have under way has ended. Only then is a room of it closed,
-or an order over that went on by another path (`worker/failover.py`). What goes wrong for one order or peer ends with that
-(`worker/rank.py`). The end of the node, and a transport that does not close, end the worker: its agents are torn down first.
+When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`). Once the successor is there, new
+transfers go through the successor, and the old transport is closed when its other transfers have ended. Only then is a room of
+that transport closed, and only then does an order end that went on by another path. A failure of one order or one peer ends that
+order or peer (`contained` in `worker/rank.py`). The end of the node ends the worker, and so does a transport that does not close;
+the worker tears its agents down first.
+
+A transfer that ends badly counts as a lost path, because no library tells a refused operation from a dead link. The bytes that the
+path has not confirmed are sent again over another one. The first copy of these bytes may still be on its way: the source is as it
+was, the destination is leased to the room, and the node keeps the destination from being read until the receiver has shut the lost
+endpoint (`Rerouted.in_transit`).
 """
 
 from __future__ import annotations
@@ -28,6 +34,7 @@ from kvbridge.core.wire.worker_messages import (
     EndpointsRevoked,
     OpenRoom,
     RenewEndpoints,
+    Rerouted,
     RevokeEndpoints,
     RoomClosed,
     Send,
@@ -41,8 +48,8 @@ from kvbridge.pool.memory.stream_points import StreamPoints
 from kvbridge.transport.base import Transport
 from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
-from kvbridge.worker.failover import Failover
-from kvbridge.worker.orders import OpenedRoom, Order, OrderBook, RoomKey
+from kvbridge.worker.orders import Loss, OpenedRoom, Order, OrderBook, RoomKey
+from kvbridge.worker.paths import Target
 from kvbridge.worker.peers import RankPeers
 from kvbridge.worker.rank import NodeLink, Pauses, RankIdentity, WorkerLimits
 from kvbridge.worker.transports import Background, RankTransports, TransportFactory, in_background
@@ -86,8 +93,7 @@ class RankWorker:
             link.send(WorkerProgress(rank=identity.rank, done_bytes=done_bytes, total_bytes=total_bytes))
 
         self._transports = RankTransports(identity, create_transport, report=report, clock=clock, background=background)
-        self._peers = RankPeers(identity, self._transports, clock=clock)
-        self._failover = Failover(identity.rank, link, self._peers, timeout_s=limits.transfer_s)
+        self._peers = RankPeers(identity, self._transports, link, clock=clock)
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
         self._revoking: RevokeEndpoints | None = None
@@ -98,7 +104,7 @@ class RankWorker:
         self._points = StreamPoints()
         self._pauses = Pauses(clock, with_gpu=any(extent.kind is MemoryKind.VRAM for extent in identity.memory))
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ConnectPeer: self._connect,
+            ConnectPeer: lambda message: self._peers.connect(message.peer, message.ranks),
             DisconnectPeer: self._disconnect,
             OpenRoom: self._open_room,
             Send: self._queue,
@@ -250,17 +256,6 @@ class RankWorker:
 
     # ------------------------------------------------------------------ peers
 
-    def _connect(self, message: ConnectPeer) -> None:
-        """Begin to connect. Every order is answered; what is under way to the peer as it was ends by itself."""
-        name = message.peer
-        if self._peers.cancel(name):
-            self._failover.tell(name, PeerError("a later order has replaced this one"))
-        known = self._peers.get(name)
-        if known is not None and known.ranks == message.ranks:
-            self._failover.tell(name, known)
-        else:
-            self._peers.begin(name, message.ranks)
-
     def _disconnect(self, message: DisconnectPeer) -> None:
         """End the orders that go to a peer, and let go of it when they have ended."""
         name = message.peer
@@ -270,22 +265,16 @@ class RankWorker:
         for order in [*active, *self._orders.waiting_for(name)]:
             self._orders.fail(order, PeerError.code, "the peer was disconnected")
 
-    def _tend_peers(self) -> None:
-        """Disconnect who is not used any more; go on connecting, and say who is connected."""
-        for name, found in self._peers.tend(lambda used: any(order.uses(used) for order in self._orders.active)):
-            self._failover.tell(name, found)
-        self._failover.tell_found()
-
     # ------------------------------------------------------------------ orders
 
     def _advance(self) -> bool:
         """Start queued orders, poll active ones, report what ended. Returns whether anything changed."""
-        self._tend_peers()
+        self._peers.tend(lambda used: any(order.uses(used) for order in self._orders.active))
         moved = self._start_queued()
         for order in list(self._orders.active):
             if order.reported:
                 continue
-            ended = self._failover.push(order)
+            ended = self._push(order)
             for transport in order.not_quiet:
                 self._transports.replace(transport)
             if ended and order.digests is None:
@@ -294,6 +283,50 @@ class RankWorker:
         self._tend_transports()
         copied = self._copies.step()
         return self._digest_some() or copied or moved
+
+    def _push(self, order: Order) -> bool:
+        """Push an order forward; whether it is over. It is not over before every transport that failed it is quiet or closed."""
+        order.poll()
+        for loss in list(order.losses):
+            self._recover(order, loss)
+        ended = all(part.ended for part in order.parts) and not order.losses
+        return ended and bool(order.error_code or not order.not_quiet)
+
+    def _recover(self, order: Order, loss: Loss) -> None:
+        """Send again by another path, wait for one that is being connected, or fail. An order that has failed needs nothing."""
+        peer, ordinal, lost = order.peer, loss.part.ordinal, loss.part.target
+        assert peer is not None, "an order that has sent anything was started"
+        self._peers.lost(peer, ordinal, lost)
+        path = self._peers.other_path(peer, ordinal)
+        if order.error_code:
+            order.losses.clear()
+        elif path is not None:
+            if not lost.told:
+                self._peers.tell_paths(peer, lost=lost.transport.name, error=loss.error[:REASON_CHARS])
+            self._tell_rerouted(order, loss, path)
+            order.send_again(loss, path, timeout_s=self._limits.transfer_s)
+        elif not self._peers.awaits_path(peer, ordinal):
+            order.fail_by(loss)
+
+    def _tell_rerouted(self, order: Order, loss: Loss, path: Target) -> None:
+        """Tell the node once for each room, and again when something turns out to be in transit."""
+        lost = loss.part.target
+        if order.key in lost.told and not (loss.in_transit and not lost.told[order.key]):
+            return
+        lost.told[order.key] = loss.in_transit
+        room, generation = order.key
+        self._link.send(
+            Rerouted(
+                room=room,
+                generation=generation,
+                rank=self._identity.rank,
+                lost=lost.transport.name,
+                over=path.transport.name,
+                epoch=lost.endpoint.epoch,
+                in_transit=loss.in_transit,
+                error=loss.error[:REASON_CHARS],
+            )
+        )
 
     def _digest_some(self) -> bool:
         """Compute one slice of digests for the oldest order that lacks some, and one of what has arrived."""

@@ -21,7 +21,8 @@ from kvbridge.core.wire.messages import REASON_CHARS, WireTable
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus, Transport
 from kvbridge.worker.digests import DigestWork
-from kvbridge.worker.peers import ConnectedPeer, Target
+from kvbridge.worker.paths import Target
+from kvbridge.worker.peers import ConnectedPeer
 from kvbridge.worker.rank import contained
 
 log = structlog.get_logger(__name__)

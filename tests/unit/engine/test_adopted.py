@@ -80,7 +80,6 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
     monkeypatch.setattr(
         worker_life, "bring_memory", lambda *args, **fields: args[3].callback(undone.append, "unmapped")
     )
-    monkeypatch.setattr(worker_life, "_identity", lambda *args, **fields: None)
     monkeypatch.setattr(worker_life, "_STAYING", staying := [])
     node = NodeOf(Shutdown())
     with pytest.raises(PeerError if closes else UnclosedError):

@@ -36,6 +36,7 @@ from tests.helpers.worker_bench import (
     QUIET,
     TOKENS,
     Bench,
+    FakeConnection,
     node_ranks,
     ready_bench,
     tables,
@@ -296,7 +297,7 @@ def test_an_attempt_that_cannot_be_given_up_ends_nothing(monkeypatch):
     def refuse(_) -> None:
         raise OSError("too many open files")
 
-    monkeypatch.setattr(rank_peers.Pending, "cancel", refuse)
+    monkeypatch.setattr(FakeConnection, "cancel", refuse)
     with capture_logs() as lines:
         bench.say(DisconnectPeer(peer=OTHER), steps=2)
     assert [line["peer"] for line in lines if line["event"] == "attempt_not_given_up"] == [OTHER]

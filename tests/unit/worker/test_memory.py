@@ -10,7 +10,7 @@ import pytest
 from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import RegistrationError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
+from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
@@ -20,8 +20,8 @@ from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.gpu_memory import registered_ranges
 from kvbridge.pool.memory.layout import RankPart, copy_placement, device_placement, host_placement
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
-from kvbridge.worker.lifecycle import serve_rank
-from kvbridge.worker.memory import WorkerMemory, bring_memory
+from kvbridge.worker.lifecycle import bring_memory, serve_rank
+from kvbridge.worker.rank import RankIdentity
 from tests.helpers.fake_cuda import FakeCuda
 
 TINY = preset("tiny-v4")
@@ -49,7 +49,7 @@ def stack():
         yield stack
 
 
-def bring(order: WorkerSetup, given: Sequence[Region], stack: ExitStack, *, on_progress: Progress) -> WorkerMemory:
+def bring(order: WorkerSetup, given: Sequence[Region], stack: ExitStack, *, on_progress: Progress) -> RankIdentity:
     settings = TransportSettings.model_validate_json(order.transports)
     return bring_memory(order, settings, given, stack, on_progress=on_progress)
 
@@ -82,14 +82,12 @@ def on_gpu(cuda: FakeCuda) -> tuple[Region, ...]:
 def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, host, stack):
     told: list[tuple[int, int]] = []
     memory = bring(setup(host, make=True), (), stack, on_progress=lambda *bytes_: told.append(bytes_))
-    manifest = RankManifest(fingerprint=fingerprint(TINY), rank=RANK, pp_size=1, tp_size=1, regions=memory.regions)
-    check_manifest(manifest, TINY)
-    on_device = [region for region in memory.regions if region.space is not IndexSpace.HOST]
+    on_device = [region for region in memory.manifest.regions if region.space is not IndexSpace.HOST]
     assert {(region.memory, region.device) for region in on_device} == {(MemoryKind.VRAM, 1)}
     assert C4 not in {region.component for region in on_device}
     assert sum(cuda.registered.values()) == host.placement.total_bytes
     assert (host.placement.total_bytes, host.placement.total_bytes) in told
-    shared = [piece.origin for piece in memory.extents]
+    shared = [piece.origin for piece in memory.memory]
     assert {type(one) for one in shared} == {CudaOrigin, FileOrigin}
     assert {one.device_uuid for one in shared if isinstance(one, CudaOrigin)} == {cuda.uuids[1]}
     with cuda.other_process(), MappedRegions(memory.made) as engine:
@@ -107,11 +105,11 @@ def test_twins_are_page_locked_and_in_no_manifest(cuda, host, stack, tmp_path):
         order = setup(host, make=True).model_copy(update={"twins": twins.shared_regions()})
         memory = bring(order, (), stack, on_progress=lambda *_: None)
         assert [region.component for region in memory.twins] == [region.component for region in placed.regions]
-        assert FULL_COPY not in {region.space for region in memory.regions}
+        assert FULL_COPY not in {region.space for region in memory.manifest.regions}
         addresses = {region.extent_addresses[0] for region in memory.twins}
         assert not any(
             extent.address <= address < extent.address + extent.length_bytes
-            for extent in memory.extents
+            for extent in memory.memory
             for address in addresses
         )
         assert sum(cuda.registered.values()) == host.placement.total_bytes + placed.total_bytes
