@@ -43,8 +43,8 @@ check)
 import importlib, importlib.util, sys
 assert importlib.util.find_spec("torch") is None, "torch is in the image: gigabytes for nothing"
 nixl = "nixl_cu12._bindings" if sys.argv[1] == "cpu" else "nixl_cu13._bindings"
-modules = ["kvbridge.daemon.prefill", "kvbridge.daemon.decode", "kvbridge.daemon.bootstrap", "kvbridge.worker.main",
-           "kvbridge.bootstrap.stores.redis", "opentelemetry.exporter.otlp.proto.http.trace_exporter", nixl,
+modules = ["kvbridge.daemon.prefill", "kvbridge.daemon.decode", "kvbridge.daemon.bootstrap", "kvbridge.worker.lifecycle",
+           "kvbridge.bootstrap.redis_store", "opentelemetry.exporter.otlp.proto.http.trace_exporter", nixl,
            "mooncake.engine" if sys.argv[1] == "cpu" else "cuda.bindings.runtime"]
 for module in modules:
     importlib.import_module(module)

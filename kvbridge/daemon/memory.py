@@ -179,8 +179,9 @@ class NodeMemory:
 
     def _have(self, whose: Rank | str, pool: MemoryPool) -> None:
         self._stack.callback(pool.close)
-        for mapping in pool.mappings if self.group is not None else ():
-            mapping.share(self.group)
+        if self.group is not None:
+            for mapping in pool.mappings:
+                mapping.share(self.group)
         if isinstance(whose, Rank):
             self.device[whose] = pool.shared_regions()
             return

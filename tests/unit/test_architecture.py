@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -22,3 +23,9 @@ def test_the_files_that_it_names_exist():
     assert len(named) > 30
     roots = (ROOT / "kvbridge", ROOT, *(ROOT / "kvbridge").iterdir())
     assert not [name for name in named if not any((root / name).exists() for root in roots)]
+
+
+def test_the_modules_that_the_image_is_tried_with_exist():
+    named = re.findall(r'"(kvbridge\.[\w.]+)"', (ROOT / "docker" / "build.sh").read_text())
+    assert named
+    assert not [name for name in named if find_spec(name) is None]
