@@ -18,7 +18,7 @@ import numpy as np
 import structlog
 
 from kvbridge.config.tier import BackupPolicy, HostBackup
-from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, NotFoundError
+from kvbridge.core.errors import BridgeError, CapacityError, NotFoundError
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves, Pages
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.accounts.book import PageBook
@@ -270,17 +270,6 @@ class HostCopies:
         copies = without_empty({space: ids for space, ids in pages.items() if space in HOST_COPIES.values()})
         for watcher in self._watchers if copies else ():
             watcher.removed(copies)
-
-    def check_integrity(self) -> None:
-        """Compare the backups under way with the book. Raises IntegrityError."""
-        copied = [backup.records for backup in self.backups.values()]
-        states = {self.book.state(owner) for owner in self.backups}
-        if np.count_nonzero(self._is_copied) != sum(map(len, copied)) or not all(
-            self._is_copied[one].all() for one in copied
-        ):
-            raise IntegrityError(f"{len(copied)} backups do not copy the pages that are noted as being copied")
-        if not states <= {PageState.LEASED, PageState.QUARANTINED}:
-            raise IntegrityError(f"host pages of backups that are under way are {sorted(states)}")
 
     # ------------------------------------------------------------------------------------- inside
 

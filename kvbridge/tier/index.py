@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -306,21 +306,6 @@ class PrefixIndex:
         """Undo `insert`, in the same step: the pages are the caller's again."""
         self._release([(inserted.residence, inserted.new[::-1])])
 
-    # ------------------------------------------------------------------------------------- for operators
-
-    def check_integrity(self) -> None:
-        """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
-        self.records.check_integrity()
-        self.retentions.check_integrity()
-        there = self.records.all()
-        is_hidden = np.zeros(self.records.capacity, dtype=np.bool_)
-        is_hidden[there] = self.records.is_hidden(there)
-        for residence in self.residences:
-            residence.check_integrity(is_hidden)
-        everywhere = self.device.has(there) if self.host is None else self.device.has(there) | self.host.has(there)
-        if not everywhere.all() or (self.home is not None and not self.home.has(there).all()):
-            raise IntegrityError(f"records are nowhere, or not in their home: {self!r}")
-
     def __repr__(self) -> str:
         residences = ", ".join(map(repr, self.residences))
         return (
@@ -435,16 +420,3 @@ class Reader:
         """Return the pages of the checkpoint that it reads in a residence; empty when there is none."""
         found = (one.checkpoint_pages(record) for one, record in self.checkpoints if one is residence)
         return next(found, NO_PAGES)
-
-
-def check_pins(index: PrefixIndex, readers: Iterable[Reader]) -> None:
-    """Raise IntegrityError unless the readers' pins are all the pins, everywhere."""
-    for residence in index.residences:
-        pins, checkpoint_pins = residence.pins()
-        expected, restoring = np.zeros_like(pins), Counter(dict.fromkeys(checkpoint_pins, 0))
-        for reader in readers:
-            stop = {id(index.device): reader.device, id(index.host): reader.host}.get(id(residence))
-            expected[reader.path[:stop]] += 1  # a path has no record twice
-            restoring.update(record for where, record in reader.checkpoints if where is residence)
-        if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
-            raise IntegrityError(f"pins do not add up to what is read of {residence!r}")

@@ -18,7 +18,6 @@ from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
     ConflictError,
-    IntegrityError,
     InvalidInputError,
     NotFoundError,
 )
@@ -28,7 +27,7 @@ from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.host_copies import BackupController, HostCopies, cache_inserted
-from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex, Reader, check_pins
+from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex, Reader
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.records import RecordArray, without_empty
 from kvbridge.tier.residence import EvictedPages
@@ -424,22 +423,6 @@ class PrefixCache:
         return Residency(
             device=len(index) - host, both=device + host - len(index), host=len(index) - device, evicted=evicted
         )
-
-    def check_integrity(self) -> None:
-        """Recount index and readers, and compare them with the book. Raises IntegrityError."""
-        self.index.check_integrity()
-        cached, known = self._book.cached_pages(), self.index.all_pages()
-        for space in cached.keys() | known.keys():
-            differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
-            if len(differing):
-                raise IntegrityError(
-                    f"pages of '{space}' are cached in the book or known to the index, not both: {differing.tolist()[:8]}"
-                )
-        readers = [*self._readers.values()]
-        if self.copies is not None:
-            self.copies.check_integrity()
-            readers += self.copies.readers
-        check_pins(self.index, readers)
 
     def _reader(self, owner: Owner) -> Reader:
         try:

@@ -168,23 +168,6 @@ class Records:
         """Return records in an order in which each comes before its parent."""
         return records[np.argsort(-self._depth[records], kind="stable")]
 
-    def check_integrity(self) -> None:
-        """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
-        there, unused = self.all(), np.sort(self._unused[: self._unused_count])
-        seen = there[~self._is_hidden[there]]
-        parents = self.parent[there]
-        inner = parents != NO_RECORD
-        facts = {
-            "used and unused numbers": np.array_equal(unused, np.flatnonzero(self.parent == _UNUSED)),
-            "keys": self._record_of == dict(zip(self.keys(seen).to_list(), seen.tolist(), strict=True)),
-            "parents": bool((self.parent[parents[inner]] != _UNUSED).all()),
-            "depths": bool((self._depth[there] == np.where(inner, self._depth[parents] + 1, 0)).all()),
-            "hidden records": not (self._is_hidden[parents] & inner & ~self._is_hidden[there]).any(),
-        }
-        for fact, holds in facts.items():
-            if not holds:
-                raise IntegrityError(f"prefix index: {fact} contradict the {len(self)} records")
-
     def path(self, record: int) -> RecordArray:
         """Return all records from a prompt's first page to this one."""
         parent_at = self.parent_at

@@ -292,33 +292,6 @@ class Residence(Subtree):
         self._record_at[self._pages[0, records]] = NO_RECORD
         return self.pages(records) | self._remove_checkpoints(records)
 
-    # ------------------------------------------------------------------------------------- for operators
-
-    def check_integrity(self, is_hidden: npt.NDArray[np.bool_]) -> None:
-        """Compare every structure with every other; hidden records are here while somebody pins them. Raises IntegrityError."""
-        there, checkpoints = self.all(), self._checkpoints
-        inner = there[self._parent[there] != NO_RECORD]
-        by_children = np.bincount(self._parent[inner], weights=self._pins[inner], minlength=len(self._pins))
-        ids = join([checkpoint.pages for checkpoint in checkpoints.values()])
-        unpinned = sum(len(checkpoint.pages) for checkpoint in checkpoints.values() if not checkpoint.pins)
-        facts = {
-            "children, leaves, candidates and places": self._adds_up() and len(there) == len(self),
-            "pins of records and their children": bool(
-                (self._pins[there] >= np.maximum(by_children[there], is_hidden[there])).all()
-            ),
-            "pinned records": self.pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
-            "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
-            "records and checkpoints": sorted(checkpoints) == np.flatnonzero(self._has_checkpoint).tolist(),
-            "checkpoints and records": self._has_checkpoint[there].sum() == len(checkpoints),
-            "pins of checkpoints": all(0 <= one.pins <= self._pins[record] for record, one in checkpoints.items()),
-            "pages of checkpoints": len(np.unique(ids)) == len(ids),
-            "unpinned pages of checkpoints": self._unpinned_checkpoint_pages == unpinned,
-            "lost records": self._lost_count == self._is_lost.sum() == np.count_nonzero(self._pins[self._is_lost]),
-        }
-        for fact, holds in facts.items():
-            if not holds:
-                raise IntegrityError(f"{fact} contradict each other in {self!r}")
-
     def __repr__(self) -> str:
         spaces = ", ".join(self.spaces)
         return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self._checkpoints)} checkpoints>"

@@ -19,7 +19,6 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import IntegrityError
 from kvbridge.core.prefixes import RETENTION_PRIORITIES, Evicted, Retention
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
 
@@ -141,20 +140,6 @@ class Retentions:
         self._uncount(records[self._priority[records] > 0])
         self._priority[records] = 0
         self._until_s[:, records] = 0
-
-    def check_integrity(self) -> None:
-        """Recount. Raises IntegrityError."""
-        numbers, counts = np.unique(self._number[self._priority > 0], return_counts=True)
-        found = {self._names[number]: count for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)}
-        if found != {name: count for name, count in self.by_namespace.items() if count}:
-            raise IntegrityError(f"retained records are {found}, counted as {dict(self.by_namespace)}")
-        if (self._until_s[1:] > self._until_s[:-1]).any():
-            raise IntegrityError("a higher priority of a record lasts longer than a lower one")
-        over = [name for name, count in found.items() if count > self.limit]
-        if over or len(self) > self.together:
-            raise IntegrityError(
-                f"namespaces {over} retain more than {self.limit} records, or all together more than {self.together}"
-            )
 
     def _at(self, records: RecordArray, now: float) -> npt.NDArray[np.int8]:
         found: npt.NDArray[np.int8] = (self._until_s[:, records] > now).sum(axis=0, dtype=np.int8)
@@ -323,18 +308,3 @@ class Subtree:
             if record != NO_RECORD:
                 self._offer(record)
         return found
-
-    def _adds_up(self) -> bool:
-        """Recount children, leaves, places and candidates."""
-        there = self.all()
-        parents = self._parent[there]
-        inner = parents[parents != NO_RECORD]
-        children = np.bincount(inner, minlength=len(self._children))
-        return (
-            bool((parents >= NO_RECORD).all() and (self._children[inner] > 0).all())
-            and bool((self._children[there] == children[there]).all())
-            and self._leaf_count == np.count_nonzero(self._children == 0)
-            and set(self._candidates).issuperset(self._ranked_leaves())
-            and np.array_equal(self._record_at[self._pages[0, there]], there)
-            and np.count_nonzero(self._record_at != NO_RECORD) == len(there)
-        )

@@ -38,6 +38,7 @@ from kvbridge.tier.stores.objects import ObjectForm, linked
 from tests.contract.stores_harness import KINDS, READY_S, Looped, settings_of
 from tests.helpers.cluster import eventually
 from tests.helpers.local_servers import stop
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.stored_pages import new_keys
 
 FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
@@ -93,7 +94,7 @@ class Node(Looped):
     def close(self) -> None:
         self.run(self.stored.close(6.0))
         self.close_loop()
-        self.cache.check_integrity()
+        check_cache(self.cache)
         assert not self.book.quarantine_reasons()
         self.pool.close()
 
@@ -165,7 +166,7 @@ class Node(Looped):
     def forget(self) -> None:
         """Drop everything here, and overwrite it."""
         self.cache.drop()
-        self.cache.check_integrity()
+        check_cache(self.cache)
         for space in (FULL_COPY, SWA_COPY):
             assert self.book.available_pages()[space] == TOTAL[space]
             for page in range(TOTAL[space]):
@@ -175,7 +176,7 @@ class Node(Looped):
         """Have a request look for its prompt; return how long it waited."""
         begun_s = time.monotonic()
         self.run(self.stored.prefetch(keys))
-        self.cache.check_integrity()
+        check_cache(self.cache)
         return time.monotonic() - begun_s
 
     def counted(self, verb: Verb) -> dict[str, int]:

@@ -53,6 +53,7 @@ from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -151,7 +152,7 @@ class NodeBench:
         check_book(self.book)
         if self.prefixes is not None:
             assert not self.prefixes.readers
-            self.prefixes.check_integrity()
+            check_cache(self.prefixes)
 
 
 @dataclass
@@ -269,7 +270,7 @@ class PrefixBench(PrefillBench):
         self.publish(room, tokens)
         self.finish(room, tuple(one.tokens for one in begun.checkpoints))
         self.all_sent(room)
-        self.prefixes.check_integrity()
+        check_cache(self.prefixes)
         return begun
 
 

@@ -16,6 +16,7 @@ from kvbridge.tier.prefix_cache import Admitted, PrefixCache
 from kvbridge.tier.victims import Claim
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.prefix_recount import check_cache
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
 FULL_COPY, SWA_COPY = IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
@@ -55,7 +56,7 @@ class PrefixBench:
         self.cache.let_go(owner)
         self.book.free(owner)
         check_book(self.book)
-        self.cache.check_integrity()
+        check_cache(self.cache)
 
     def warm(self, name: str, pages: int, claim: Claim | None = None, *, checkpoint: bool = False) -> None:
         owner, got = self.admit(name, pages, windows=int(checkpoint))
@@ -79,7 +80,7 @@ class PrefixBench:
     def back_up(self, name: str, pages: int) -> int:
         done = self.copies.end_backup(self.start(name, pages), done=True)
         check_book(self.book)
-        self.cache.check_integrity()
+        check_cache(self.cache)
         return done
 
     def where(self, name: str, pages: int) -> tuple[int, int]:
@@ -96,4 +97,4 @@ class PrefixBench:
         self.book.reserve(owner, {FULL: pages, SWA: windows})
         self.book.free(owner)
         check_book(self.book)
-        self.cache.check_integrity()
+        check_cache(self.cache)

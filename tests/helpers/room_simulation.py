@@ -28,6 +28,7 @@ from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -388,7 +389,7 @@ class World(SimulatedCalls):
         """Pins add up, and every prefix that a next room would find holds what it says."""
         if prefixes is None:
             return
-        prefixes.check_integrity()
+        check_cache(prefixes)
         for generation in range(3):
             keys = keys_of(Owner(0, generation), 3 * PAGE)
             pages = prefixes.index.pages(prefixes.index.match(keys.in_namespace("")))[IndexSpace.FULL]

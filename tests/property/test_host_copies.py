@@ -27,6 +27,7 @@ from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.prefix_recount import check_cache
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
 FULL_COPY, SWA_COPY = IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
@@ -701,7 +702,7 @@ class CopyMachine(RuleBasedStateMachine):
         if not hasattr(self, "book"):
             return
         check_book(self.book)
-        self.cache.check_integrity()
+        check_cache(self.cache)
         for entry in self.entries:
             if not entry.dropped:
                 record = self.index.match(keys_of(entry.prompt))[len(entry.prompt) - 1 :]

@@ -16,6 +16,7 @@ from kvbridge.core.wire.messages import WireTable
 from kvbridge.node.prefill.room import PrefillRoom
 from tests.helpers.examples import fewer
 from tests.helpers.node_bench import FULL, HISTORY, SWA, PrefixBench, ids, keys_of
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import PAGE, R0
 
 BRANCHES = [
@@ -168,7 +169,7 @@ class PrefillNode(RuleBasedStateMachine):
         """Accounts add up, whoever reads a prefix still has it, and every page in the index is what its key says."""
         if not hasattr(self, "bench"):
             return
-        self.bench.prefixes.check_integrity()
+        check_cache(self.bench.prefixes)
         for number in self.rooms:
             room = self.room(number)
             reads = room is None or not room.keys or room.owner in self.bench.prefixes

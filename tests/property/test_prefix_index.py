@@ -18,6 +18,7 @@ from kvbridge.tier import victims as victims_module
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.examples import fewer
+from tests.helpers.prefix_recount import check_index
 
 FULL = IndexSpace.FULL
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
@@ -172,7 +173,7 @@ class IndexMachine(RuleBasedStateMachine):
     def everything_adds_up(self):
         if not hasattr(self, "index"):
             return
-        self.index.check_integrity()
+        check_index(self.index)
         cached = self.index.all_pages()[FULL].tolist()
         assert sorted(cached) == sorted(page.full for page in [*self.known.values(), *self.unreachable])
         assert sorted(self.free + cached) == list(range(PAGES))

@@ -12,6 +12,7 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.victims import Claim
 from tests.helpers.examples import fewer
+from tests.helpers.prefix_recount import check_index
 
 FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
 PAGES = 24
@@ -100,7 +101,7 @@ class RetentionMachine(RuleBasedStateMachine):
     def adds_up(self):
         if not hasattr(self, "index"):
             return
-        self.index.check_integrity()
+        check_index(self.index)
         assert sorted(self.free + self.index.all_pages()[FULL].tolist()) == list(range(PAGES))
         assert all(count <= self.limit for count in self.index.retentions.by_namespace.values())
         unpinned = sum(self.index.device.pins()[0][record] == 0 for record in self._all())

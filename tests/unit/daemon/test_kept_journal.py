@@ -22,6 +22,7 @@ from kvbridge.daemon.kept_journal import (
 )
 from kvbridge.daemon.kept_pools import KeptJournal, Restored, RestoredCopies
 from tests.helpers.prefix_bench import PrefixBench, keys
+from tests.helpers.prefix_recount import check_cache
 
 pytestmark = pytest.mark.asyncio
 
@@ -131,7 +132,7 @@ async def restored(node: Node) -> tuple[Node, RestoredCopies]:
         after.bench.book, after.bench.copies, after.memory, found, Restored(), lost=after.journal.removed
     )
     await made.run()
-    after.bench.cache.check_integrity()
+    check_cache(after.bench.cache)
     return after, made
 
 

@@ -15,6 +15,7 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import Keys
+from tests.helpers.prefix_recount import check_cache
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
 TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
@@ -62,4 +63,4 @@ def test_the_end_of_a_worker_takes_all_that_is_on_the_device_alone_when_it_had_m
     node.worker_gone(Rank(pp=0, tp=1), "its memory was its own")
     assert cache.residency()[:3] == (0, 0, 2)
     assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST, IndexSpace.FULL_COPY)] == [0, 2, 2]
-    cache.check_integrity()
+    check_cache(cache)

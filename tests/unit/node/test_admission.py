@@ -30,6 +30,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import RecordedEvents
 
 pytestmark = pytest.mark.asyncio
@@ -363,7 +364,7 @@ async def test_a_host_that_is_full_keeps_nobody_waiting_and_the_end_of_a_backup_
     assert not waiting.done(), "two pages are being copied"
     bench.cache.copies.end_backup(backup, done=True)
     assert (await asyncio.wait_for(waiting, 20)).room == 1
-    bench.cache.check_integrity()
+    check_cache(bench.cache)
 
 
 async def test_a_prefix_that_is_gone_when_the_turn_comes_is_not_counted_on(made):

@@ -13,6 +13,7 @@ from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.facts import CopyEnded
 from tests.helpers.node_bench import FULL, FULL_COPY, HISTORY, KeyedDecode, NodeBench, PrefixBench, keys_of
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import PAGE, R0, R1
 
 POINT = StreamPoint(ring="load", handle=bytes(64), device_uuid="0" * 32)
@@ -28,7 +29,7 @@ def to_the_host(bench: NodeBench, tokens: list[int] | int, *, leave: int = 0) ->
     needed = {FULL: available[FULL] - leave, IndexSpace.SWA: available.get(IndexSpace.SWA, 0)}
     bench.book.reserve(other, {space: pages for space, pages in needed.items() if space in available})
     bench.book.free(other)
-    bench.prefixes.check_integrity()
+    check_cache(bench.prefixes)
 
 
 def load_of(pages) -> dict[IndexSpace, tuple[int, list[int]]]:
@@ -121,7 +122,7 @@ class DecodeBench(KeyedDecode):
 def decode():
     bench = DecodeBench(twins=32)
     yield bench
-    bench.prefixes.check_integrity()
+    check_cache(bench.prefixes)
 
 
 def test_what_decode_has_loaded_is_shared_at_once_and_so_is_what_follows(decode):

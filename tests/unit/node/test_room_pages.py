@@ -15,6 +15,7 @@ from kvbridge.pool.accounts.pages import PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import DECODE_LIMITS, RecordedEvents
 
 FLASH = preset("deepseek-v4-flash")
@@ -62,7 +63,7 @@ class Bench:
 def bench():
     bench = Bench()
     yield bench
-    bench.cache.check_integrity()
+    check_cache(bench.cache)
 
 
 @pytest.mark.parametrize("over", [0, 1, 4, 128])

@@ -21,6 +21,7 @@ from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.facts import DisputedPagesDropped, PromptNotKept
 from kvbridge.tier.keys import NO_KEYS, Keys, Link
 from tests.helpers.node_bench import FULL, HISTORY, DecodeBench, KeyedDecode, keys_of
+from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts
 
 OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbbbbbbb"
@@ -30,7 +31,7 @@ OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbb
 def bench():
     bench = KeyedDecode()
     yield bench
-    bench.prefixes.check_integrity()
+    check_cache(bench.prefixes)
 
 
 def with_another(keys: Keys, page: int) -> Keys:
@@ -223,7 +224,7 @@ def test_pages_of_a_room_whose_engine_has_another_prompt_go_and_those_of_others_
     assert bench.prefixes.known(keys_of(5 * PAGE).in_namespace("")) == left
     [told] = bench.events.of(DisputedPagesDropped)
     assert (told.page, told.dropped, told.read) == (page, 5 - left, 5 - left)
-    bench.prefixes.check_integrity()
+    check_cache(bench.prefixes)
     bench.claim(reader)
     bench.verbs.release(room=3)
     assert (bench.cached, bench.free) == (left, 16)
@@ -268,7 +269,7 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
     assert (bench.prefixes.known(names), bench.prefixes.residency().both) == (1, 1)
     assert sorted(below.links) == sorted(pairwise(names))
     assert bench.book.available_pages() == {FULL: 16, IndexSpace.FULL_COPY: 8}
-    bench.prefixes.check_integrity()
+    check_cache(bench.prefixes)
 
 
 # ------------------------------------------------------------------------------------------- pages go

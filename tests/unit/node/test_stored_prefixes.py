@@ -23,6 +23,7 @@ from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import Answer, Outcome, Verb
 from kvbridge.tier.stores.client import Operation
 from kvbridge.tier.stores.objects import linked
+from tests.helpers.prefix_recount import check_cache
 
 FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 PAGES, ENDS = 0, 1
@@ -118,7 +119,7 @@ class Bench:
         return self.cache.known(keys)
 
     def check(self) -> None:
-        self.cache.check_integrity()
+        check_cache(self.cache)
         for space, states in self.book.counts().items():
             taken = {state: states[state] for state in (PageState.HELD, PageState.LEASED, PageState.QUARANTINED)}
             assert not any(taken.values()), f"pages of {space} that nobody has a use for: {taken}"

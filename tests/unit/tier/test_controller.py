@@ -14,6 +14,7 @@ from kvbridge.pool.accounts.pages import PageState
 from kvbridge.tier import host_copies
 from kvbridge.tier.host_copies import Backup, BackupController
 from tests.helpers.prefix_bench import FULL, FULL_COPY, SWA, SWA_COPY, PrefixBench, keys
+from tests.helpers.prefix_recount import check_cache
 
 THROUGH, SELECTIVE, BACK = BackupPolicy
 
@@ -59,7 +60,7 @@ def make() -> Iterator[type[Bench]]:
 
     yield Kept
     for bench in made:
-        bench.cache.check_integrity()
+        check_cache(bench.cache)
 
 
 def test_write_back_goes_ahead_of_need_oldest_first(make):

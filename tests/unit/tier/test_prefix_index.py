@@ -9,6 +9,7 @@ from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputErro
 from kvbridge.core.ids import IndexSpace
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from tests.helpers.prefix_recount import check_index
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
 FULL_COPY = IndexSpace.FULL_COPY
@@ -40,13 +41,13 @@ class Pool:
         return self.index.match(keys_of(text), **options)
 
     def knows(self, *texts: str) -> bool:
-        self.index.check_integrity()
+        check_index(self.index)
         return all(len(self.match(text)) == len(text) for text in texts)
 
     def evict(self, count: int) -> list[int]:
         found = self.index.evict({FULL: count})
         assert (found[HOST] - 5000).tolist() == found[FULL].tolist()
-        self.index.check_integrity()
+        check_index(self.index)
         return found[FULL].tolist()
 
 
@@ -80,7 +81,7 @@ def test_a_page_that_hangs_elsewhere_takes_nothing_but_itself_from_a_prompt(fore
         assert (len(first.new), first.left_out) == (foreign, 8 - foreign)
         assert len(pool.index.match(keys)) == foreign
     assert len(pool.index.match(strange)) == 8
-    pool.index.check_integrity()
+    check_index(pool.index)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ class TestCheckpoints:
         with pytest.raises(IntegrityError, match="more often"):
             pool.index.device.unpin_checkpoint(int(path[-1]))
         pool.index.unpin(path)
-        pool.index.check_integrity()
+        check_index(pool.index)
 
 
 def test_candidates_that_are_outdated_do_not_pile_up():
@@ -169,4 +170,4 @@ def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there
     on_host("abc")
     index.evict({FULL: 3, FULL_COPY: 3})
     assert (index.host.evicted.read_back, index.host.evicted.unused) == (3, 6), "its next time there begins anew"
-    index.check_integrity()
+    check_index(index)
