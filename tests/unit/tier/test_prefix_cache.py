@@ -111,7 +111,7 @@ def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
             bench.book.cache(stranger, bench.book.pages(stranger))
         case "a reader too many":
             bench.cache._readers[bench.new_owner()] = bench.cache._readers[owner]
-    with pytest.raises(AssertionError, match="index|readers"):
+    with pytest.raises(AssertionError, match=r"index|readers"):
         check_cache(bench.cache)
 
 
