@@ -58,7 +58,7 @@ class NodeOptions:
 
 @with_options(NodeOptions)
 def prefill(options: NodeOptions) -> None:
-    """Run a prefill daemon: an engine computes the pages of its rooms, and it sends them to decode nodes."""
+    """Run a prefill daemon: it holds the pages that an engine computes, and sends them to decode nodes."""
     loaded = options.load("prefill", PrefillConfig)
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.daemon.prefill import prefill_daemon  # noqa: PLC0415 - a process has one role
@@ -67,7 +67,7 @@ def prefill(options: NodeOptions) -> None:
 
 @with_options(NodeOptions)
 def decode(options: NodeOptions) -> None:
-    """Run a decode daemon: prefill nodes write the pages of its rooms, and an engine claims them."""
+    """Run a decode daemon: it holds the pages that prefill nodes write, and an engine claims them."""
     loaded = options.load("decode", DecodeConfig)
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.daemon.decode import decode_daemon  # noqa: PLC0415 - a process has one role
@@ -96,10 +96,11 @@ class RouterOptions:
 
     prefill: Annotated[
         list[str] | None,
-        typer.Option("--prefill", metavar="URL", help="A server that computes prompts. May be repeated, or URL,URL."),
+        typer.Option("--prefill", metavar="URL", help="A server that computes prompts. Repeat, or URL,URL."),
     ] = None
     decode: Annotated[
-        list[str] | None, typer.Option("--decode", metavar="URL", help="A server that generates answers. Likewise.")
+        list[str] | None,
+        typer.Option("--decode", metavar="URL", help="A server that generates answers. Repeat, or URL,URL."),
     ] = None
     bootstrap: Annotated[
         str | None,
@@ -113,11 +114,13 @@ class RouterOptions:
         DispatchOrder | None,
         typer.Option(
             "--order",
-            help="To both servers at once (paired, the default), or to decode with the answer of prefill (plain).",
+            help="Send a request to both servers at once (paired, the default), or to decode with the answer of prefill (plain).",
         ),
     ] = None
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")] = None
-    port: Annotated[int | None, typer.Option("--port", help="Default: 7903; 0 takes a free port.")] = None
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port to listen on; 0 takes a free one. Default: 7903.")
+    ] = None
     limit: Annotated[int | None, typer.Option("--limit", help="Requests under way at once. Default: 1024.")] = None
     token_file: Annotated[
         str | None,

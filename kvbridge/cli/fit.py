@@ -51,7 +51,7 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="In place of all that: how much of a trace's prompts would be kept, by pool size."
+            metavar="FILE", help="Print how much of the prompts of this trace would be kept instead, by pool size."
         ),
     ] = None,
     pools: Annotated[
@@ -63,7 +63,7 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
 ) -> None:
     """Print the cost of requests of some lengths on a decode node, and how many of each fit at once.
 
-    With --trace: print how much of the prompts of a trace pools of some sizes would keep, without moving a byte.
+    With --trace: print the share of a trace's prompts that pools of some sizes would keep. No byte is moved.
     """
     loaded = load_or_exit(DecodeConfig, config, overrides)
     try:

@@ -27,11 +27,11 @@ COMMANDS = {
     ),
     "prefill": (
         "kvbridge.cli.daemons:prefill",
-        "Run a prefill daemon: an engine computes the pages of its rooms, and it sends them to decode nodes.",
+        "Run a prefill daemon: it holds the pages that an engine computes, and sends them to decode nodes.",
     ),
     "decode": (
         "kvbridge.cli.daemons:decode",
-        "Run a decode daemon: prefill nodes write the pages of its rooms, and an engine claims them.",
+        "Run a decode daemon: it holds the pages that prefill nodes write, and an engine claims them.",
     ),
     "bootstrap": (
         "kvbridge.cli.daemons:bootstrap",

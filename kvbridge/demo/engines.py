@@ -57,7 +57,7 @@ class Model(ExitStack):
         self.codec = CacheCodec(plan.geometry, self.model)
 
     def keys(self, engine: PrefillEngine | DecodeEngine, prompt: Text) -> Keys:
-        """Return the page keys of a prompt whose pages are to stay."""
+        """Return the page keys of a prompt; none where its pages are not cached."""
         return engine.page_keys(prompt) if self.plan.options.turns else NO_KEYS
 
 
@@ -97,7 +97,7 @@ class _Decoding:
 
     claimed: DecodeRoom
     tokens: list[int]
-    """Fed so far, and the next one to feed."""
+    """Tokens that were fed, and the next one to feed."""
     cache: Any
     slot: int
     """The request's slot in the hot buffer, if there is one."""
@@ -123,7 +123,7 @@ class Decode(Model):
             self._decoder = self.enter_context(SparseDecoder(self.model, self.codec, store))
 
     def serve(self, prompts: Mapping[int, Text]) -> list[tuple[Facts, Text, Logits]]:
-        """Claim rooms as they arrive, take one step after another for every request that is here, and release them."""
+        """Claim rooms as they arrive, generate a token for every claimed request in turn, and release them."""
         active: list[_Decoding] = []
         found: dict[int, tuple[Facts, Text, Logits]] = {}
         while len(found) < len(prompts):
@@ -141,7 +141,7 @@ class Decode(Model):
             for each in [each for each in active if len(each.logits) == self.plan.steps]:
                 active.remove(each)
                 found[each.claimed.id] = self._release(each)
-        self.engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent once it is through with the pages
+        self.engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent when it has passed the pages
         return [found[room] for room in prompts]
 
     def _claim(self, room: int, prompt: Text) -> _Decoding:
@@ -185,7 +185,7 @@ class Alone(Model):
             hook_indexers(self.model)
 
     def serve(self, prompts: Mapping[int, Text]) -> list[Logits]:
-        """Compute prompts and generate from a cache as decode gets it out of rows."""
+        """Compute prompts, and generate from a cache that went through rows as decode's does."""
         options, found = self.plan.options, []
         for prompt in prompts.values():
             cache, logits, first_token = prefill_chunks(self.model, prompt, chunk_tokens=CHUNK_TOKENS)

@@ -25,13 +25,13 @@ from kvbridge.daemon.layout import native_dtype_bytes, read_hf_config
 MODEL_TYPE, REVISION = "deepseek_v4", "seed 0"
 IN_FLIGHT = 4
 CHUNK_TOKENS = 256
-"""Prompt tokens that are computed and published at a time. A page is one chunk, so it has the same bits whoever computed it."""
+"""Prompt tokens that are computed and published at a time. A page is one chunk, so each process computes the same bits for it."""
 LIBRARY_TOP_K = 512
-"""The value that transformers takes when a config.json has none."""
+"""Default of transformers for a config.json without a value."""
 LONG_S = 3600.0
-"""The demo holds rooms while it lasts: no limit may end one before."""
+"""Limit of every wait for a room: none may end a room before the demo has used it."""
 CHECKPOINTS = 2
-"""Checkpoints that a request may leave on prefill: at its last page's end, and where it left a known prefix."""
+"""Most checkpoints of a request on prefill: at its last page's end, and where it left a known prefix."""
 
 TOKEN_COUNT = 256
 """A token is a byte of UTF-8."""
@@ -53,7 +53,7 @@ Text = tuple[int, ...]
 
 
 class RowEncoding(StrEnum):
-    """How rows travel and are kept."""
+    """Encoding of rows."""
 
     NATIVE = Encoding.NATIVE.value
     FP8_V4 = Encoding.FP8_V4.value
@@ -64,7 +64,7 @@ class DemoOptions:
     """The options of `kvbridge demo`."""
 
     sparse: Annotated[bool, Option("--sparse", help="Decode with a hot buffer; C4 rows stay in the host pool.")] = False
-    device: Annotated[DeviceKind, Option(help="Of models and device pools: cuda means cuda:0.")] = DeviceKind.CPU
+    device: Annotated[DeviceKind, Option(help="Device of models and device pools; cuda means cuda:0.")] = DeviceKind.CPU
     transport: Annotated[
         TransportName | None,
         Option(help="The only transport that both sides may use.", show_default="mooncake; local on a GPU"),
@@ -77,7 +77,7 @@ class DemoOptions:
         RowEncoding, Option(help="native: the model's own numbers; fp8_v4: as DeepSeek-V4 is served.")
     ] = RowEncoding.NATIVE
     turns: Annotated[
-        int, Option(min=0, max=50, metavar="N", help="Conversations of N turns; both nodes keep prefixes.")
+        int, Option(min=0, max=50, metavar="N", help="Conversations of N turns; both nodes cache prefixes.")
     ] = 0
     prompts: Annotated[
         int | None, Option(min=1, max=500, metavar="N", help="Requests (default: 16; sparse: 4), or conversations (3).")
@@ -111,7 +111,7 @@ class Plan:
     """The model's config.json."""
     model: str
     dtype: str
-    """The dtype in which the model computes, and `device`, as torch names them."""
+    """Torch's name of the dtype of the computation."""
     device: str
     transport: str
     geometry: ModelGeometry

@@ -41,11 +41,11 @@ from kvbridge.tier.keys import PrefixIdentity, page_keys
 ENGINES = "kvbridge.demo.engines"
 KINDS = {"Prefill": "the prefill engine", "Decode": "the decode engine", "Alone": "the model alone"}
 START_S, SILENCE_S = 180.0, 600.0
-"""How long daemons may take until they are ready, and a process with a model for one answer."""
+"""Longest start of the daemons, and longest time of a process with a model for one answer."""
 FREE_S, PAIR_S, LOOK_S = 10.0, 15.0, 0.1
-"""Every page is available this long after the last release, and a pair is found within this time."""
+"""Longest time until every page is available after the last release, and until a pair is found."""
 STOP_S, FORCE_S, END_S = 8.0, 1.0, 3.0
-"""How long daemons may take to end, how soon they are forced to after a run that was cut short, and an engine's exit code comes."""
+"""Longest end of the daemons; longest end after a run that was cut short; longest wait for an engine's exit code."""
 
 Logits: TypeAlias = npt.NDArray[np.float32]
 Report: TypeAlias = dict[str, Any]
@@ -62,11 +62,11 @@ def demo(options: DemoOptions) -> None:
     runs the model alone. Needs no GPU and no network.
 
     With --sparse, decode keeps a small hot buffer of the C4 cache and fetches
-    selected rows from the host pool. The model alone then sums over the rows
-    that it selected, too, in the same order.
+    selected rows from the host pool. The model alone then sums over its selected
+    rows in the same order.
 
-    Exit codes: 0: every logit of every request is equal; 1: not so, or something
-    failed; 2: wrong options; 130: interrupted.
+    Exit codes: 0: every logit of every request is equal; 1: one differs, or the
+    demo failed; 2: wrong options; 130: interrupted.
     """
     if options.device is DeviceKind.CUDA and (reason := reason_without_device()):
         fail(ConfigError(f"--device cuda: {reason}"))
@@ -154,7 +154,7 @@ class Demo:
         return sum(sum(used_pages(daemon).values()) for daemon in self._nodes)
 
     def _serve(self, batch: Sequence[Request]) -> Iterator[Report]:
-        """Take requests over the bridge together, have the model alone compute the same meanwhile, and compare."""
+        """Move requests together, have the model alone compute them meanwhile, and compare."""
         texts = [self._said.get(request.previous, ()) + request.new for request in batch]
         prompts = {self._pair(text): text for text in texts}
         for engine in self._engines.values():
@@ -185,10 +185,10 @@ class Demo:
 
 
 class EngineProcess:
-    """One object in a process of its own. Answers come in the order of the questions."""
+    """An object in a process of its own. Answers come in the order of the calls."""
 
     def __init__(self, name: str, module: str, kind: str, log: Path, *arguments: object) -> None:
-        """Make a `kind` of the arguments, which is the first question. `name` is for messages."""
+        """Start a process that makes a `kind` of the arguments; its first answer comes when it has. `name` is for messages."""
         self.name, self._log = name, log
         self._pipe, theirs = _processes.Pipe()
         _processes.set_forkserver_preload([module])
@@ -199,7 +199,7 @@ class EngineProcess:
         theirs.close()
 
     def ask(self, method: str, *arguments: object) -> None:
-        """Have a method called. When the process has ended, `answer` says so."""
+        """Call a method. When the process has ended, `answer` says so."""
         with contextlib.suppress(OSError):
             self._pipe.send((method, arguments))
 
@@ -255,7 +255,7 @@ def compare(number: int, ours: Logits, alone: Logits) -> dict[str, Any]:
 
 
 def concluded(plan: Plan, requests: list[Report], pages_left: int) -> Report:
-    """Return the report: its verdict, whether the demo has shown what it is there to show, and what was run."""
+    """Return the report: its verdict, whether the run was good, and the options of the run."""
     options = plan.options
     rows = "" if options.encoding is RowEncoding.NATIVE else f" with {options.encoding} rows"
     reference = f"the model alone{rows}{', attending to the selected ones' if options.sparse else ''}"
@@ -291,7 +291,7 @@ def _equal(request: Report) -> bool:
 
 
 def described(report: Report) -> str:
-    """Return a report for a person: a line for each request, notes on them all, and last the verdict."""
+    """Return the report as text: a line for each request, notes on all requests, and last the verdict."""
     requests, lines = report["requests"], []
     for each in requests:
         turn = f"turn {each['turn']} of conversation {each['conversation']}, " if each["turn"] else ""
@@ -310,7 +310,7 @@ def described(report: Report) -> str:
         rows = f"{found:,} selected rows were in hot slots, {loaded:,} came from host memory"
         lines.append(f"Sparse decode: {report['hot_rows']} hot rows in each C4 layer; {rows}.")
     if not report["reused"]:
-        lines.append("Nothing was reused on one of the two sides: this run has not shown what it is there to show.")
+        lines.append("Nothing was reused on one of the two sides, so this run does not show that prefixes are reused.")
     if left := report["pages_left"]:
         lines.append(f"{left} pages were not given back in the end: a defect of kvbridge, please report it.")
     return "\n".join([*lines, f"\n{report['verdict']}"])
