@@ -10,7 +10,7 @@ import shlex
 import signal
 import socket
 import sys
-import time
+import timeit
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -217,22 +217,13 @@ def _wire(host: str, round_bytes: int) -> tuple[str, float]:
     """Return the name of the way to a host, and its highest rate (0: not known): of the card, or of a copy on this host."""
     own, target = _way(host)
     if is_loopback(target) or own == target:
-        return "memcpy on one core of this host", memcpy_bytes_per_s(round_bytes)
+        source, copy = np.ones(round_bytes, dtype=np.uint8), np.zeros(round_bytes, dtype=np.uint8)
+        took_s = min(timeit.repeat(lambda: np.copyto(copy, source), number=1, repeat=MEMCPY_ROUNDS))
+        return "memcpy on one core of this host", round_bytes / took_s
     card = next((each for each in read_interfaces() if own in each.addresses), None)
     if card is None or not card.speed_mbit:
         return card.name if card else "", 0.0
     return f"{card.name} at {card.speed_mbit / 1e3:g} Gbit/s", card.speed_mbit * 1e6 / 8
-
-
-def memcpy_bytes_per_s(length_bytes: int) -> float:
-    """Return the best of a few copies between two arrays."""
-    source, target = np.ones(length_bytes, dtype=np.uint8), np.zeros(length_bytes, dtype=np.uint8)
-    times_s = []
-    for _ in range(MEMCPY_ROUNDS):
-        begun_s = time.perf_counter()
-        target[:] = source
-        times_s.append(time.perf_counter() - begun_s)
-    return length_bytes / min(times_s)
 
 
 def _rows(measured: list[Measured], wire_bytes_per_s: float) -> Iterator[tuple[str, ...]]:

@@ -60,8 +60,8 @@ class ConfiguredDaemon(ChildProcess):
         host = f"[{http.host}]" if ":" in http.host else http.host
         self.url = http.advertised(f"{'http' if http.tls_key_file is None else 'https'}://{host}:{http.port}")
         """URL of its HTTP API."""
-        is_node = not isinstance(config, BootstrapConfig)
-        self.endpoint_dir = config.runtime_dir if is_node else path.parent / "run" / self.name
+        alone = path.parent / "run" / self.name
+        self.endpoint_dir = alone if isinstance(config, BootstrapConfig) else config.runtime_dir
         timeouts = [getattr(config.timeouts, f"shutdown{part}_s", 0.0) for part in ("", "_rooms", "_close")]
         self.limit_s = sum(timeouts) + GRACE_S
         """Longest time that it may take to end."""
