@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.pairing import Share
 from kvbridge.core.session.decode import DECODE_TABLE, DecodeSpeaker, DecodeState
@@ -195,6 +197,31 @@ class DecodeRoom(Room[DecodeState]):
     def clean(self) -> bool:
         """Whether nothing of any writer can arrive any more by its own account."""
         return all(writer.clean for writer in self.writers.values())
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The fields that an intent and an offer have in common."""
+        prompt = {"prompt_tokens": self.prompt_tokens, "prompt_digest": self.admitted_by.prompt_digest}
+        return {**self.about, **prompt, "held": self.admitted_by.held}
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The fields of a committed room, for engines."""
+        return {"metadata": self.metadata, "amounts": self.amounts, "phases_s": self.phases_s}
+
+    def check_answer(self, said: StatedAnswer) -> None:
+        """Raise InvalidInputError for more tokens than the pages hold, ConflictError unless all engines say the same."""
+        if said.valid_tokens > self.reserved_tokens:
+            raise InvalidInputError(
+                f"valid_tokens is {said.valid_tokens}, but the pages of room {self.room} hold {self.reserved_tokens} tokens"
+            )
+        for other, heard in self.answers.items():
+            if heard != said:
+                raise ConflictError(
+                    f"nothing of the answer of room {self.room} is kept: engine {other} has released it with valid_tokens="
+                    f"{heard.valid_tokens if heard else 0}, this one with {said.valid_tokens}, or with other keys; all engines "
+                    "of a node have to say the same"
+                )
 
     def forget_details(self) -> None:
         """Keep the fields of a receipt."""

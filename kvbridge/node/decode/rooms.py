@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any
 
 import structlog
 
@@ -24,7 +23,7 @@ from kvbridge.node.decode.room import ARRIVED, BEFORE_COMMIT, DecodeRoom, speake
 from kvbridge.node.decode.verification import Verification
 from kvbridge.node.decode.writers import Writers
 from kvbridge.node.engines import AttachedEngine, Engines
-from kvbridge.node.room import Quarantine, StatedAnswer
+from kvbridge.node.room import Quarantine
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.rooms import WORKER_GONE, Rooms
 from kvbridge.node.workers import WorkerSet
@@ -146,19 +145,20 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def act(self, room: DecodeRoom, action: StrEnum) -> None:  # noqa: C901, PLR0912 - one case an action
         match action:
             case DecodeAction.INTEND:
-                self._send(room.writers, _intent(room))
+                self._send(room.writers, Intend(**room.asked))
             case DecodeAction.OFFER:
                 self._send(room.writers, self._offer(room))
             case DecodeAction.TELL_ABORT:
-                self._send([writer.node.peer for writer in room.active], _abort(room))
+                abort = Abort(**room.about, code=room.reason_code, message=room.reason)
+                self._send([writer.node.peer for writer in room.active], abort)
             case DecodeAction.WITHDRAW:
-                self.writers.withdraw(room.addresses, _intent(room), _abort(room))
+                self.writers.withdraw(room)
             case DecodeAction.VERIFY:
                 assert room.verification is not None, "ARRIVED is raised for rooms with digests only"
-                for rank, order in room.verification.orders(room.about, room.tables):
+                for rank, order in room.verification.orders():
                     self.workers.send(rank, order)
             case DecodeAction.REJECT:
-                failed = Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
+                failed = Failed(**room.about, code=room.reason_code, message=room.reason)
                 self._send([peer for peer, writer in room.writers.items() if not writer.gone], failed)
             case DecodeAction.HOLD:
                 self.pages.hold(room)
@@ -183,8 +183,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def event(self, room: DecodeRoom) -> RoomEvent:
         event = super().event(room)
         if room.state is DecodeState.COMMITTED and self.settings.hands_over:
-            result = {"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
-            event = event.model_copy(update=result)
+            return event.model_copy(update=room.result)
         return event
 
     def _send(self, peers: Iterable[str], message: PeerMessage) -> None:
@@ -197,12 +196,9 @@ class DecodeRooms(Rooms[DecodeRoom]):
         room.offered_s = self.clock()
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
         if self.settings.digest is not DigestKind.NONE:
-            prompt, prefix = room.prompt_tokens, room.prefix_tokens
-            room.verification = Verification(
-                self.geometry, self.workers.manifests(), prompt_tokens=prompt, prefix_tokens=prefix
-            )
+            room.verification = Verification(self.geometry, self.workers.manifests(), room)
         return Offer(
-            **_about(room),
+            **room.asked,
             prefix_tokens=room.prefix_tokens,
             tables=to_wire(self.pages.own_tables(room)),
             digest=self.settings.digest,
@@ -212,7 +208,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def _is_stated(self, room: DecodeRoom) -> bool:
         """Return whether an answer is in the memory of all ranks, behind a prompt that all engines have stated to its end.
 
-        The page in which the prompt ends has rows of the writers and of the engines here, and gets its key with the answer.
+        The page in which the prompt ends has rows of writers and of engines here, and gets its key with the answer.
         """
         ends_whole = room.prompt_tokens % self.geometry.tokens_per_page == 0
         is_same_end = ends_whole or (len(room.end_keys) == 1 and b"" not in room.end_keys)
@@ -224,14 +220,13 @@ class DecodeRooms(Rooms[DecodeRoom]):
             self.pages.keep(room, keys)
 
     def at_rest(self, room: DecodeRoom) -> None:
-        """Shut writers out that give no proof themselves."""
+        """Shut out writers that give no proof themselves."""
         if not room.awaits_writers or room.active:
             return
         unclean = next(writer for writer in room.writers.values() if not writer.clean)
-        name = unclean.node.name
-        why = f"prefill node {name} is gone ({unclean.gone})" if unclean.gone else f"prefill node {name} has failed"
-        why += ", and what it has sent may still arrive until every endpoint that it knows has been revoked"
-        self.pages.quarantine(room, Quarantine.WRITER_SHUT_OUT, why)
+        end = f"is gone ({unclean.gone})" if unclean.gone else "has failed"
+        later = "what it has sent may still arrive until every endpoint that it knows has been revoked"
+        self.pages.quarantine(room, Quarantine.WRITER_SHUT_OUT, f"prefill node {unclean.node.name} {end}, and {later}")
         self.fence.ask(room.owner)
 
     def late(self, room: DecodeRoom, limit: str) -> None:
@@ -248,7 +243,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             room.expected.clear()  # engines that never claimed a room do not read it
             self.advance(room)
         elif limit == room.begin_limit and room.state is DecodeState.OFFERED:
-            pass  # The prefill nodes know whether an engine has begun, and say Failed if none has.
+            pass  # the prefill nodes know whether an engine has begun, and say Failed if none has
         else:
             self.miss(room, limit)
 
@@ -277,7 +272,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         room.add_phases(message.seconds)
         if not verification.answered(message.rank):
             return
-        differing, why = verification.differences(room.tables)
+        differing, why = verification.differences()
         if not differing:
             self.advance(room, DecodeEvent.VERIFIED)
             return
@@ -300,8 +295,8 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def provide(self, _engine: AttachedEngine, message: Provide) -> None:
         """Adopted pools: take the device pages that the engine names for a room, and the tokens that they hold already."""
         room, tables = self.book.get(message.room), tables_from_wire(message.tables)
-        settings, prefix_tokens = self.settings, message.prefix_tokens
-        if not settings.adopted:
+        prefix_tokens, host = message.prefix_tokens, self.settings.host
+        if not self.settings.adopted:
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
         if room.state not in {DecodeState.AWAITING_PAGES, DecodeState.INTENDED}:
             raise ConflictError(f"room {room.room} does not wait for pages (state '{room.user_state}')")
@@ -313,15 +308,13 @@ class DecodeRooms(Rooms[DecodeRoom]):
                 f"prefix_tokens must be a multiple of {page} and at most prompt_tokens ({room.prompt_tokens}), "
                 f"got {prefix_tokens}"
             )
-        if prefix_tokens and settings.host:
+        if prefix_tokens and host:
             raise InvalidInputError(
-                f"{', '.join(sorted(settings.host))} of the room lies in this node's host pool, in pages that hold "
+                f"{', '.join(sorted(host))} of the room lies in this node's host pool, in pages that hold "
                 f"nothing of the prompt yet: prefix_tokens must be 0 here, got {prefix_tokens}"
             )
-        together = room.tables | tables
-        tables_cover(
-            together, self.geometry, tokens=room.prompt_tokens, host=settings.host, prefix_tokens=prefix_tokens
-        )
+        covered = {"tokens": room.prompt_tokens, "prefix_tokens": prefix_tokens}
+        tables_cover(room.tables | tables, self.geometry, **covered, host=host)
         self.pages.adopt(room, tables, cached_tokens=prefix_tokens, written_by_peers=True)
         room.prefix_tokens = prefix_tokens
         self.advance(room, DecodeEvent.PAGES)
@@ -332,38 +325,34 @@ class DecodeRooms(Rooms[DecodeRoom]):
 
         Raises KeyMismatchError, and the room fails, when the engine has other tokens than the room's page keys name.
         """
-        room_id = message.room
-        room = self.book.get(room_id)
-        if any(engine.name in earlier.users for earlier in self.book.attempts(room_id)[:-1]):
-            raise ConflictError(
-                f"an earlier attempt at room {room_id} is still claimed by this engine; release it first"
-            )
+        room = self.book.get(message.room)
+        name = f"room {room.room}"
+        if any(engine.name in earlier.users for earlier in self.book.attempts(room.room)[:-1]):
+            raise ConflictError(f"an earlier attempt at {name} is still claimed by this engine; release it first")
+        if room.state in BEFORE_COMMIT:
+            raise ConflictError(f"{name} is not committed yet (state '{room.user_state}')")
         if room.state not in ARRIVED:
-            if room.state in BEFORE_COMMIT:
-                raise ConflictError(f"room {room_id} is not committed yet (state '{room.user_state}')")
-            raise RoomFailedError(f"room {room_id} is over ({room.user_state}): {room.reason or 'released'}")
+            raise RoomFailedError(f"{name} is over ({room.user_state}): {room.reason or 'released'}")
         if engine.name in room.claimed_by:
-            raise ConflictError(f"room {room_id} was already claimed by this engine")
+            raise ConflictError(f"{name} was already claimed by this engine")
         self.require_same_prompt(room, message, room.end_keys)
         room.end_keys.add(message.end_key)
         if room.state is DecodeState.COMMITTED:
             room.expected = {name: frozenset(ranks) for name, ranks in self.engines.serving().items()}
             room.claimed_s = self.clock()
             waited_s = room.phases_s["commit_to_claim"] = room.claimed_s - room.committed_s
-            ended_s = {"commit_to_claim": waited_s, "admit_to_claim": room.claimed_s - room.created_s}
-            self.phases_ended(room, ended_s)
+            self.phases_ended(room, {"commit_to_claim": waited_s, "admit_to_claim": room.claimed_s - room.created_s})
         room.claimed_by.add(engine.name)
         room.claimed_ranks.update(engine.ranks)
         self.advance(room, DecodeEvent.CLAIM)
         if not room.awaited:
             room.wait_until(None)  # all engines use it
-        told = {"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
-        return self.answer(message.call, room, load=to_wire(room.load.host_copies if room.load else {}), **told)
+        return self.answer(message.call, room, load=to_wire(room.load.host_copies if room.load else {}), **room.result)
 
     def loaded(self, engine: AttachedEngine, message: Loaded) -> None:
         """Note that an engine has copied pages from host memory into the room's own. Harmless when the room is over.
 
-        When all ranks have them, others share those pages, and the rest of the prompt behind them.
+        When all ranks have them, other rooms share those pages, and the rest of the prompt behind them.
         """
         room = self.book.find(message.room, message.generation)
         if room is None or room.load is None or room.state is not DecodeState.CLAIMED:
@@ -394,7 +383,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         return self.answer(message.call, room)
 
     def release(self, engine: AttachedEngine, message: Release) -> None:
-        """Let go of a room for an engine. The pages are free once every engine that claimed it, or is to, has let go.
+        """Let go of a room for an engine. The pages are free once every engine that has claimed it, or is expected to, has let go.
 
         The engine's statement about the answer counts once all engines say the same. A wrong statement is refused with
         InvalidInputError, KeyMismatchError or ConflictError, and the engine has let go of the pages all the same.
@@ -405,40 +394,8 @@ class DecodeRooms(Rooms[DecodeRoom]):
         try:
             said = room.stated_answer(message.valid_tokens, message.page_hashes, self.geometry.tokens_per_page)
             if said is not None:
-                _check_answer(room, said)
+                room.check_answer(said)
                 room.answered_by.update(engine.ranks)
             room.answers[engine.name] = said
         finally:
             self.let_go(room, engine.name)
-
-
-def _check_answer(room: DecodeRoom, said: StatedAnswer) -> None:
-    if said.valid_tokens > room.reserved_tokens:
-        raise InvalidInputError(
-            f"valid_tokens is {said.valid_tokens}, but the pages of room {room.room} hold {room.reserved_tokens} tokens"
-        )
-    for other, heard in room.answers.items():
-        if heard != said:
-            raise ConflictError(
-                f"nothing of the answer of room {room.room} is kept: engine {other} has released it with valid_tokens="
-                f"{heard.valid_tokens if heard else 0}, this one with {said.valid_tokens}, or with other keys; all engines of "
-                "a node have to say the same"
-            )
-
-
-def _about(room: DecodeRoom) -> dict[str, Any]:
-    """Return the fields that an intent and an offer have in common."""
-    return {
-        **room.about,
-        "prompt_tokens": room.prompt_tokens,
-        "prompt_digest": room.admitted_by.prompt_digest,
-        "held": room.admitted_by.held,
-    }
-
-
-def _intent(room: DecodeRoom) -> Intend:
-    return Intend(**_about(room))
-
-
-def _abort(room: DecodeRoom) -> Abort:
-    return Abort(**room.about, code=room.reason_code, message=room.reason)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvbridge.core.errors import ProtocolError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.ids import IndexSpace, Rank, Tables
+from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.digests import DigestKey, DigestSums, Mismatch
 from kvbridge.core.plan.pairing import destination_regions
 from kvbridge.core.wire.messages import Digests, Done, to_wire
 from kvbridge.core.wire.worker_messages import Digested, Verify
+from kvbridge.node.room import Room
 
 _REMEDY = (
     "bytes changed on their way or in memory: admit the request again, and when it recurs look at the network between "
@@ -27,13 +29,9 @@ Holdings = dict[DigestKey, list[int]]
 class Verification:
     """The digests of one room, from its offer until they have been compared."""
 
-    def __init__(
-        self, geometry: ModelGeometry, manifests: Sequence[RankManifest], *, prompt_tokens: int, prefix_tokens: int
-    ) -> None:
+    def __init__(self, geometry: ModelGeometry, manifests: Sequence[RankManifest], room: Room[Any]) -> None:
         """`manifests`: of all ranks of this node, in the order in which they are introduced to peers."""
-        self._geometry = geometry
-        self._prompt_tokens = prompt_tokens
-        self._prefix_tokens = prefix_tokens
+        self._geometry, self._room = geometry, room
         self._held: dict[Rank, Holdings] = {}
         self._host: Holdings = {}
         for manifest in manifests:
@@ -43,18 +41,14 @@ class Verification:
                 layers = holdings.setdefault(DigestKey(kind, region.lane_start, region.lane_stop), [])
                 if layer not in layers:
                     layers.append(layer)
-        keys = (*self._host, *(key for held in self._held.values() for key in held))
-        self._allowed = frozenset(keys)
-        self._expected = self._sums()
+        allowed = frozenset((*self._host, *(key for held in self._held.values() for key in held)))
+        prompt, prefix = room.prompt_tokens, room.prefix_tokens
+        sums = partial(DigestSums.of_room, geometry, prompt_tokens=prompt, prefix_tokens=prefix, allowed=allowed)
+        self._expected = sums()
         self._parts: Counter[Rank] = Counter()
-        self._found = {rank: self._sums() for rank in self._held}
-        self._found_host = self._sums()
+        self._found = {rank: sums() for rank in self._held}
+        self._found_host = sums()
         self._waiting = set(self._held)
-
-    def _sums(self) -> DigestSums:
-        return DigestSums.of_room(
-            self._geometry, prompt_tokens=self._prompt_tokens, prefix_tokens=self._prefix_tokens, allowed=self._allowed
-        )
 
     def expect(self, message: Digests) -> None:
         """Take a part of a writer's digests. Raises ProtocolError for a part out of turn, InvalidInputError."""
@@ -74,20 +68,13 @@ class Verification:
                 f"{self._parts[done.writer]} have come"
             )
 
-    def orders(self, about: dict[str, Any], tables: Tables) -> Iterator[tuple[Rank, Verify]]:
+    def orders(self) -> Iterator[tuple[Rank, Verify]]:
         """Yield the order to each rank of this node: its own memory and a share of the host pool."""
+        room = self._room
+        tokens = {"prompt_tokens": room.prompt_tokens, "prefix_tokens": room.prefix_tokens}
+        about = {**room.about, **tokens, "tables": to_wire(room.tables), "host_count": len(self._held)}
         for index, rank in enumerate(self._held):
-            yield (
-                rank,
-                Verify(
-                    **about,
-                    prompt_tokens=self._prompt_tokens,
-                    prefix_tokens=self._prefix_tokens,
-                    tables=to_wire(tables),
-                    host_index=index,
-                    host_count=len(self._held),
-                ),
-            )
+            yield rank, Verify(**about, host_index=index)
 
     def find(self, message: Digested) -> None:
         """Take digests that a rank of this node has computed. Raises InvalidInputError."""
@@ -100,12 +87,9 @@ class Verification:
         self._waiting.discard(rank)
         return not self._waiting
 
-    def differences(self, tables: Tables) -> tuple[Counter[ComponentKind], str]:
-        """Return how many pages of each component differ from what was sent, and one sentence about the first; empty if none do.
-
-        `tables`: those of the room.
-        """
-        pages: Counter[ComponentKind] = Counter()
+    def differences(self) -> tuple[Counter[ComponentKind], str]:
+        """Return how many pages of each component differ from the sent ones, and one sentence about the first; empty if none do."""
+        tables, pages = self._room.tables, Counter[ComponentKind]()
         text = ""
         for where, space, wrong in self._mismatches():
             pages[wrong.key.component] += 1

@@ -1,8 +1,8 @@
-"""The writers of a decode node's rooms: which prefill nodes they are, what each rank owes, and what they say of a room.
+"""The writers of a decode node's rooms: the prefill nodes of each room, the rows that each rank owes, and their messages.
 
-Nodes of different instances may have ranks with different names and shares that add up, and still leave pages unwritten: the share
-of a rank follows from the sizes of its instance. So nodes are taken for one instance only if they agree on its name, its sizes and
-its stages, and if their ranks are all that such an instance has.
+Nodes of different instances may have ranks with different names and shares that add up, and still leave pages unwritten, because
+the share of a rank follows from the sizes of its instance. Nodes are therefore taken for one instance only if they agree on its
+name, its sizes and its stages, and if their ranks are all that such an instance has.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from kvbridge.node.decode.rooms import DecodeRooms
 
 MOST_SETS = 64
-"""The shares of so many sets of nodes are remembered at once."""
+"""Sets of nodes whose shares are remembered at once."""
 MOST_WITHDRAWN = 4_096
-"""So many withdrawals are kept until they can be said. The oldest of more goes: prefill holds its room until `timeouts.offer_s`."""
+"""Withdrawals that wait for their nodes. The oldest of more goes: prefill holds its room until `timeouts.offer_s`."""
 _REMEDY = "name the nodes of one instance in `prefill`, all of them"
 
 
 class Writers:
-    """Hears of prefill nodes, of their messages about rooms, and of the fence. Called from the event loop's thread only."""
+    """The writers of all rooms. Called from the event loop's thread only."""
 
     def __init__(self, rooms: DecodeRooms, nodes: PrefillNodes, fence: Fence) -> None:
         self._rooms, self._nodes, self._fence = rooms, nodes, fence
@@ -59,10 +59,8 @@ class Writers:
         self.withdrawn: dict[tuple[int, int, PeerAddress], tuple[Intend, Abort]] = {}
         """Messages to nodes that are not known yet, about rooms that have ended."""
 
-    # ------------------------------------------------------------------ who they are
-
     def find(self, room: DecodeRoom) -> None:
-        """Go on with the room once every prefill node that it names is known; the others are said hello to."""
+        """Go on with the room once every prefill node that it names is known; say hello to the others."""
         if room.state not in {DecodeState.AWAITING_PAGES, DecodeState.RESERVED}:
             return
         try:
@@ -96,9 +94,11 @@ class Writers:
             node.peer: WriterNode(node, {rank: shares[rank] for rank in node.ranks}, set(node.ranks)) for node in nodes
         }
 
-    def withdraw(self, addresses: Iterable[PeerAddress], intent: Intend, abort: Abort) -> None:
-        """Say that nobody comes for a room, now or when its nodes are known."""
-        added = {(intent.room, intent.generation, address): (intent, abort) for address in addresses}
+    def withdraw(self, room: DecodeRoom) -> None:
+        """Tell the prefill nodes of a room, now or when they are known, that this node does not come for it."""
+        # Prefill takes an Abort only from the node that has come for the room, so an intent goes before it.
+        both = Intend(**room.asked), Abort(**room.about, code=room.reason_code, message=room.reason)
+        added = dict.fromkeys(((room.room, room.generation, address) for address in room.addresses), both)
         self.withdrawn |= added
         self._say_withdrawn(added)
         for key in list(self.withdrawn)[: max(0, len(self.withdrawn) - MOST_WITHDRAWN)]:
@@ -112,9 +112,7 @@ class Writers:
                 del self.withdrawn[key]
                 continue
             if node is not None:
-                for message in self.withdrawn.pop(
-                    key
-                ):  # prefill takes an Abort only from the node that has come for the room
+                for message in self.withdrawn.pop(key):
                     self._nodes.send(node.peer, message)
 
     def nodes_changed(self) -> None:
@@ -154,7 +152,7 @@ class Writers:
             room.shut = room.shut or (room.awaits_writers and transports == ALL)
             self._rooms.advance(room)
 
-    # ------------------------------------------------------------------ what they say
+    # ------------------------------------------------------------------ messages of writers
 
     def hear(self, peer: str, message: FromPrefill) -> None:
         """Take a prefill node's message about a room as `DECODE_HEARS` lists it, or refuse it."""
@@ -187,7 +185,7 @@ class Writers:
         assert room.verification is not None, "see speaker_of"
         try:
             room.verification.expect(message)
-        except BridgeError as error:  # nobody could say later what arrived
+        except BridgeError as error:  # the rows that arrive could not be compared later
             self._rooms.fail(room, ProtocolError.code, f"{who}: {error}")
 
     def _path_lost(self, room: DecodeRoom, writer: WriterNode, message: PathLost) -> None:
