@@ -1,7 +1,7 @@
 """The pages of a node's rooms: how many a room needs, which ones are cached, who may touch them, and when they go back.
 
 A room with page keys reads cached pages of the beginning of its prompt, in front of pages of its own. Only its own pages are leased
-and quarantined. The room lets go of the cached pages when its own go back.
+and quarantined. The room lets go of the cached ones when its own go back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, EventStream, PrefixMatched, RoomQuarantined
-from kvbridge.tier.keys import Keys, Link
+from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
 from kvbridge.tier.victims import Claim
 
@@ -91,18 +91,16 @@ class RoomPages:
 
         `demand`: the pages that the room needs without a prefix. Its tables have both, the prefix first. Raises CapacityError.
         """
-        geometry = self.settings.geometry
+        geometry, prompt_tokens = self.settings.geometry, room.prompt_tokens
         if self.prefixes is None or not room.keys:
-            room.tables = request_tables(
-                geometry, self.book.reserve(room.owner, demand), prompt_tokens=room.prompt_tokens
-            )
+            room.tables = request_tables(geometry, self.book.reserve(room.owner, demand), prompt_tokens=prompt_tokens)
             return
         names = room.keys.in_namespace(room.namespace)
         got = self.prefixes.admit(
             room.owner,
             names,
             lambda shared: {space: count - shared.get(space, 0) for space, count in demand.items()},
-            at_most=len(self.shareable(names, room.prompt_tokens)),
+            at_most=len(self.shareable(names, prompt_tokens)),
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         if room.retention is not None:
@@ -111,14 +109,14 @@ class RoomPages:
             space: np.concatenate([got.prefix[space], own]) if space in got.prefix else own
             for space, own in got.own.items()
         }
-        room.tables = request_tables(geometry, both, prompt_tokens=room.prompt_tokens)
+        room.tables = request_tables(geometry, both, prompt_tokens=prompt_tokens)
         self.set_prefix(room, got)
         hit_tokens = got.prefix_pages * geometry.tokens_per_page
         self.events.emit(
             PrefixMatched(
                 **room.identity,
                 hit_tokens=hit_tokens,
-                miss_tokens=room.prompt_tokens - hit_tokens,
+                miss_tokens=prompt_tokens - hit_tokens,
                 from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_copy)),
                 host_tokens=room.host_tokens,
             )
@@ -149,28 +147,28 @@ class RoomPages:
         about = {"direction": "load_back", "code": code, "reason": reason}
         self.events.emit(CopyEnded(**about, pages=pages, bytes=size_bytes, busy_s=seconds, seconds=seconds))
 
-    def restored(self, room: Room[Any]) -> int:
-        """Cache the pages that a room has loaded from host memory, by its engines' proof; return how many are new."""
+    def restored(self, room: Room[Any]) -> None:
+        """Cache the pages that a room has loaded from host memory, by its engines' proof."""
         if self.prefixes is None or room.load is None:
-            return 0
+            return
         load, room.load = room.load, None
         ids = {space: own for space, (own, _) in load.moves.items()}
         checkpoint = ids.pop(IndexSpace.SWA, None)
-        new = self.prefixes.restored(room.owner, load.first_page, ids) if ids else 0
+        if ids:
+            self.prefixes.restored(room.owner, load.first_page, ids)
         if checkpoint is not None:
             page_count = room.computed_tokens // self.settings.geometry.tokens_per_page
             self.prefixes.keep_checkpoint(room.owner, page_count, checkpoint)
-        return new
 
     def set_prefix(self, room: Room[Any], got: Admitted) -> None:
         """Note the cached pages of a room whose tables are complete."""
-        tokens = got.prefix_pages * self.settings.geometry.tokens_per_page
+        page = self.settings.geometry.tokens_per_page
         if self.computes:
-            room.computed_tokens = tokens
+            room.computed_tokens = got.prefix_pages * page
             room.checkpoint = got.checkpoint_own if len(got.checkpoint_own) else got.checkpoint
         else:
-            room.prefix_tokens = tokens
-        room.host_tokens = (got.prefix_pages - got.device_pages) * self.settings.geometry.tokens_per_page
+            room.prefix_tokens = got.prefix_pages * page
+        room.host_tokens = (got.prefix_pages - got.device_pages) * page
         room.shared_pages = {space: len(ids) for space, ids in got.prefix.items()}
         moves = {
             space: (room.tables[space].ids[got.device_pages : got.prefix_pages], got.copies[twin])
@@ -191,50 +189,47 @@ class RoomPages:
             for space, table in room.tables.items()
         }
 
-    def keep(self, room: Room[Any], keys: Keys) -> int:
-        """Cache the whole pages of `keys` that the room does not share yet, and return how many are new.
+    def keep(self, room: Room[Any], keys: Keys) -> None:
+        """Cache the whole pages of `keys` that the room does not share yet.
 
         The pages are held and final: nobody writes them any more. The room goes on reading them.
         """
         if self.prefixes is None or room.owner not in self.prefixes:
-            return 0
+            return
         start = self.prefixes.reads(room.owner)
         if len(keys) <= start:
-            return 0
+            return
         pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.spaces}
         try:
-            return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages)
+            self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages)
         except BridgeError:  # a defect, but the cache only saves later requests time, so no room fails
             log.exception("prefix_not_kept", **room.identity)
-            return 0
 
-    def drop_kept(self, room: Room[Any], page: int) -> list[Link]:
-        """Take the room's pages out of the cache, from this page of its prompt on, with all prompts that continue there.
-
-        Returns the links of the pages that were dropped.
-        """
-        if self.prefixes is None or room.owner not in self.prefixes:
-            return []
+    def drop_disputed(self, room: Room[Any]) -> None:
+        """Take the room's pages out of cache and store, from the disputed page on, with all prompts that continue there."""
+        page = room.disputed_page
+        if self.prefixes is None or page is None or room.owner not in self.prefixes:
+            return
         dropped, links = self.prefixes.drop_kept(room.owner, page)
         if links:
             self.events.emit(DisputedPagesDropped(**room.identity, page=page, dropped=dropped.pages, read=dropped.read))
-        return links
+            if self.store is not None:
+                self.store.forget(links)
 
     def grow(self, room: Room[Any], tokens: int) -> None:
         """Give a room the pages that it lacks for `tokens` tokens, all or nothing. Raises CapacityError."""
         held = {space: len(table) for space, table in room.tables.items()}
         demand = self.needed(tokens, room.prompt_tokens)
         lacking = {space: count - held.get(space, 0) for space, count in demand.items() if count > held.get(space, 0)}
-        more = request_tables(
-            self.settings.geometry, self.book.grow(room.owner, lacking), prompt_tokens=room.prompt_tokens
-        )
-        room.tables = joined_tables(room.tables, more)
+        more = self.book.grow(room.owner, lacking)
+        tables = request_tables(self.settings.geometry, more, prompt_tokens=room.prompt_tokens)
+        room.tables = joined_tables(room.tables, tables)
 
     def adopt(self, room: Room[Any], tables: Tables, *, cached_tokens: int, written_by_peers: bool) -> None:
         """Book the pages that an engine names for a room.
 
-        The prompt's first `cached_tokens` tokens are in the engine's own prefix cache: the room only reads their whole pages, and
-        others may have them as well. `written_by_peers`: see PageBook.adopt.
+        The prompt's first `cached_tokens` tokens are in the engine's own prefix cache: the room only reads their whole pages, which
+        other rooms may have as well. `written_by_peers`: see PageBook.adopt.
         """
         whole = cached_tokens // self.settings.geometry.tokens_per_page
         shared = {
@@ -262,16 +257,13 @@ class RoomPages:
     def give_back(self, room: Room[Any]) -> None:
         """Free a room's pages and let go of cached ones, by proof that nobody touches them. Harmless when it has none."""
         owner, room.quarantine = room.owner, None
-        match self.book.state(owner):
-            case PageState.LEASED:
-                self.hold(room)
-                self.book.free(owner)
-            case PageState.HELD:
-                self.book.free(owner)
-            case PageState.QUARANTINED:
-                self.book.release_quarantined(owner)
-            case PageState.FREE:
-                pass
+        state = self.book.state(owner)
+        if state is PageState.LEASED:
+            self.hold(room)
+        if state is PageState.QUARANTINED:
+            self.book.release_quarantined(owner)
+        elif state is not PageState.FREE:
+            self.book.free(owner)
         if self.prefixes is not None and owner in self.prefixes:
             self.prefixes.let_go(owner)
 
@@ -284,10 +276,9 @@ class RoomPages:
         self.events.emit(RoomQuarantined(**room.identity, cause=cause, reason=why))
 
     def await_process(self, room: Room[Any], engine: str, *, followed: bool) -> None:
-        """Note that only the end of an engine's process proves that it uses no page: its connection has ended.
+        """Wait for the end of the process of an engine whose connection has ended: only that proves that it uses no page.
 
-        `followed`: the end of the process will be seen. Otherwise the pages are quarantined at once: nobody will say when they are
-        free.
+        `followed`: the end will be seen. Otherwise the pages are quarantined at once, since nobody will say when they are free.
         """
         room.departed.add(engine)
         if not followed:
@@ -299,10 +290,9 @@ class RoomPages:
 
     def quarantine_used(self, room: Room[Any], limit: str) -> None:
         """Quarantine the pages of a room that engines have not let go of in time."""
-        departed = sorted(room.users & room.departed)
-        if departed:
-            why = f"engines {', '.join(departed)} have left, and their processes have not ended (limit: {limit}); end them"
-            self.quarantine(room, Quarantine.ENGINE_ALIVE, why)
-        else:
-            why = f"engines {', '.join(sorted(room.users))} have not let go of it (limit: {limit})"
-            self.quarantine(room, Quarantine.NOT_RELEASED, why)
+        cause, left = Quarantine.NOT_RELEASED, f"have not let go of it (limit: {limit})"
+        engines = room.users
+        if departed := engines & room.departed:
+            cause, engines = Quarantine.ENGINE_ALIVE, departed
+            left = f"have left, and their processes have not ended (limit: {limit}); end them"
+        self.quarantine(room, cause, f"engines {', '.join(sorted(engines))} {left}")

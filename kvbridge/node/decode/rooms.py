@@ -165,10 +165,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             case DecodeAction.KEEP_PROMPT:
                 self._keep(room, room.keys)
             case DecodeAction.DROP_PROMPT:
-                assert room.disputed_page is not None, "see require_same_prompt"
-                links = self.pages.drop_kept(room, room.disputed_page)
-                if links and self.store is not None:
-                    self.store.forget(links)
+                self.pages.drop_disputed(room)
             case DecodeAction.KEEP_ANSWER:
                 answer = room.answer if self.settings.keeps_answers else None
                 if answer is not None and self._is_stated(room):
