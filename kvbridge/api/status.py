@@ -14,34 +14,34 @@ from kvbridge.telemetry.recent import Moment, PeerTraffic, Problem
 
 
 class Readiness(FrozenModel):
-    """Whether new rooms can be admitted here, or paired by bootstrap, and every reason why not."""
+    """Whether a node can admit new rooms, or bootstrap pair them, and every reason why not."""
 
     ready: bool
     reasons: tuple[str, ...] = ()
 
 
 class ModelStatus(FrozenModel):
-    """The model that a node serves; with an adapter and a namespace, all that enters the keys of its pages."""
+    """The model that a node serves. Page keys cover it, the adapter and the namespace."""
 
     name: str
     fingerprint: str
     tokens_per_page: Positive
     identity: ModelIdentity | None = None
-    """Name and revision that enter page keys (`tier.model_name`, `tier.model_revision`); null: it does not say."""
+    """Name and revision in page keys (`tier.model_name`, `tier.model_revision`); null: the node states none."""
 
 
 class RegistrationState(StrEnum):
-    """Where a node stands with the directory, by what it was last told."""
+    """A node's state in the directory, by the last answer of bootstrap."""
 
     NONE = "none"
-    """It announces itself to no directory, since `bootstrap.url` is empty or it is shutting down."""
+    """The node announces itself to no directory: `bootstrap.url` is empty, or the node is shutting down."""
     REGISTERED = "registered"
     UNREACHABLE = "unreachable"
     """Bootstrap has not answered yet, or not lately."""
     REFUSED = "refused"
-    """Bootstrap would not have it; `problem` says why."""
+    """Bootstrap refuses the node; `problem` says why."""
     REPLACED = "replaced"
-    """Another process has its name now."""
+    """Another process has the node's name now."""
 
 
 class BootstrapLinkStatus(FrozenModel):
@@ -51,7 +51,7 @@ class BootstrapLinkStatus(FrozenModel):
     url: str
     """Empty: the node announces itself to no directory."""
     problem: str
-    """Why the entry is not fresh; empty when it is."""
+    """Why the entry is not up to date; empty when it is."""
 
 
 class RankStatus(FrozenModel):
@@ -63,40 +63,40 @@ class RankStatus(FrozenModel):
     pid: int
     layers: int
     registered: float
-    """The share of its memory that its transports know, from 0 to 1."""
+    """The share of its memory that is registered with its transports, from 0 to 1."""
     restarts: int
     error: str
     transports: tuple[str, ...]
 
 
 class EngineStatus(FrozenModel):
-    """One engine process that is attached, or gone while pages wait for its end."""
+    """An engine process that is attached, or gone while pages wait for its end."""
 
     name: str
     pid: int
-    """0: it is in another pid namespace."""
+    """0: a process of another pid namespace."""
     ranks: tuple[str, ...]
     gone: str
-    """Why it is not attached any more; empty while it is."""
+    """Why the engine is not attached any more; empty while it is."""
 
 
 class DecodeNodeStatus(FrozenModel):
-    """A decode node, as a prefill node knows it."""
+    """A decode node, as a prefill node knows it. Ranks are those of the prefill node."""
 
     instance: str
     node: str
     incarnation: str
     transports: dict[str, tuple[str, ...]]
-    """Transports that reach each of its ranks, by rank of this node."""
+    """By rank, the transports that reach each rank of the decode node."""
     standby: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Transports that would reach all of its ranks if the former were lost, by rank of this node."""
+    """By rank, the transports that would reach all of its ranks if the former were lost."""
     connecting: tuple[str, ...]
-    """Ranks of this node that are not connected to it yet."""
+    """Ranks that are not connected yet."""
     features: tuple[str, ...]
 
 
 class PrefillNodeStatus(FrozenModel):
-    """A prefill node, as a decode node knows it; without a name while it has not answered."""
+    """A prefill node, as a decode node knows it; its name is empty until it answers."""
 
     endpoint: str
     node: str
@@ -109,13 +109,13 @@ PeerStatuses = tuple[DecodeNodeStatus, ...] | tuple[PrefillNodeStatus, ...]
 
 
 class FenceStatus(FrozenModel):
-    """How far a decode node has shut out writers that gave no proof."""
+    """A decode node's fence against writers that gave no proof."""
 
     epoch: int
     phase: str
     """`idle`, `renewing`, `waiting` or `revoking`."""
     transports: tuple[str, ...] = ()
-    """Transports that are being shut; empty: all, or none while it is idle."""
+    """Transports that are being shut; empty: all of them, or none while `idle`."""
     rooms: tuple[str, ...]
     waits_for_rooms: int
     waits_for_ranks: tuple[str, ...]
@@ -134,7 +134,7 @@ class ClientStatus(FrozenModel):
 
 
 class AdmissionStatus(FrozenModel):
-    """The queue of admission, and the clients with the most in it or in use."""
+    """The queue of admission, and the clients with most requests in the queue or most rooms."""
 
     waiting: int
     oldest_since: Moment | None
@@ -166,7 +166,7 @@ class NodeStatus(DaemonStatus):
     """Bytes of all pools together."""
     bootstrap: BootstrapLinkStatus
     control: str
-    """Where decode nodes connect; empty on a decode node."""
+    """The endpoint to which decode nodes connect; empty on a decode node."""
     ranks: tuple[RankStatus, ...]
     engines: tuple[EngineStatus, ...]
     peers: PeerStatuses
@@ -177,13 +177,13 @@ class NodeStatus(DaemonStatus):
     available_pages: dict[IndexSpace, int]
     """Pages that a request can have now: free ones, and cached ones that nobody reads."""
     prefixes: PrefixStatus | None = None
-    """Null where none stay (`tier.enabled`)."""
+    """Null without `tier.enabled`."""
     host_tier: HostTierStatus | None = None
-    """Null where prefixes are kept on the device alone (`tier.host`)."""
+    """Null without `tier.host`."""
     kept_pools: KeptPoolsStatus | None = None
-    """Null where pools end with the daemon (`pools.keep_s`)."""
+    """Null without `pools.keep_s`."""
     store: PrefixStoreStatus | None = None
-    """Null where nothing is kept below host memory (`tier.store`)."""
+    """Null without `tier.store`."""
     quarantine: dict[str, tuple[str, ...]]
     """Owners of pages that nobody may use yet, by reason."""
     problems: tuple[Problem, ...]
@@ -191,7 +191,7 @@ class NodeStatus(DaemonStatus):
     traffic: dict[str, PeerTraffic]
     """By the peer's incarnation."""
     fence: FenceStatus | None = None
-    """Null on a prefill node, to which nobody writes."""
+    """Null on a prefill node."""
 
 
 class PrefixStatus(FrozenModel):
@@ -201,62 +201,58 @@ class PrefixStatus(FrozenModel):
     unread_pages: NonNegative
     """These can be evicted."""
     readers: NonNegative
-    """Rooms with page keys that have not let go of what they read."""
+    """Rooms with page keys that still read cached pages."""
     evicted_pages: dict[Evicted, NonNegative]
-    """Pages evicted since the daemon was started, by reason. The following figures also count from its start."""
+    """Pages evicted since the start of the daemon, by reason; the token figures count from there too."""
     hit_tokens: NonNegative
-    """Prompt tokens of rooms with page keys that were cached when these were admitted."""
+    """Prompt tokens of rooms with page keys that were cached at admission; `miss_tokens` are the others."""
     miss_tokens: NonNegative
-    """The other prompt tokens of these rooms."""
     host_tokens: NonNegative = 0
-    """Those of `hit_tokens` whose pages were in host memory alone and came back from there."""
+    """The part of `hit_tokens` whose pages came from host memory alone."""
     checkpoints: NonNegative
-    """Prefill: windows and states that are kept now; an engine continues a prefix only from one at its end."""
+    """Prefill: windows and states that are kept now; an engine continues a prefix only from a checkpoint at its end."""
     retained_pages: dict[str, NonNegative]
-    """Pages that are evicted after others, as requests asked with `retention`: the eight namespaces that have most."""
+    """Pages that are evicted after others because requests asked for `retention`, of the eight namespaces with most."""
     retention_refused: NonNegative
-    """Requests whose `retention` had no effect: their namespace, or all together, had as many retained pages as they may."""
+    """Requests whose `retention` had no effect, because their namespace or all together had reached the limit."""
 
 
 class HostTierStatus(FrozenModel):
-    """Where the pages of `prefixes` are, and copies between the device and host memory. Pages as there."""
+    """The places of the pages of `prefixes`, and the copies between device and host memory since the start of the daemon."""
 
     device_pages: NonNegative
-    """On the device alone: evicted when others need the place."""
+    """Pages on the device alone, evicted when others need the place."""
     both_pages: NonNegative
-    """On the device and, by proof, on the host."""
+    """Pages on the device and, by proof, on the host."""
     host_pages: NonNegative
-    """On the host alone."""
+    """Pages on the host alone."""
     waiting_prompts: NonNegative
     """Prompts and answers whose pages wait to be copied."""
     in_flight_pages: NonNegative
-    """Being copied now."""
     backed_up_pages: NonNegative
-    """Copied to the host since the daemon was started. The following figures also count from its start."""
     backed_up_bytes: NonNegative
     failed_orders: NonNegative
-    """Orders to copy that have failed; their pages are on the device as before."""
+    """Orders to copy pages to the host that failed; their pages are on the device as before."""
     last_failure: str
     longest_order_s: float
-    """Seconds of the slowest order: a request that needed pages which were being copied has waited no longer."""
+    """Duration of the slowest order to the host: the longest wait of a request for pages that were being copied."""
     refused_prompts: NonNegative
-    """Not copied, since there was no host page that nobody reads."""
+    """Prompts that were not copied because rooms read every host page."""
     loaded_back_pages: NonNegative
-    """Copied from the host to the device."""
     failed_loads: NonNegative
-    """Rooms that were given up since their pages could not be copied to the device."""
+    """Rooms that were given up because their pages could not be copied to the device."""
     last_failed_load: str
     evicted_read_back_pages: NonNegative
-    """Pages that left the host to make room, and had been copied to the device at least once."""
+    """Pages that left the host to make room after they had been copied to the device at least once."""
     evicted_unused_pages: NonNegative
-    """Pages that left the host to make room, and never had been copied back."""
+    """Pages that left the host to make room and had never been copied back."""
 
 
 class KeptPoolsStatus(FrozenModel):
     """Cached pages in the pools of the former daemon (`pools.keep_s`)."""
 
     waiting_pages: NonNegative
-    """Still to be compared with the digests that they had; nobody is given them meanwhile."""
+    """Pages still to be compared with their digests; nobody gets them before."""
     restored_pages: NonNegative
     restored_bytes: NonNegative
     lost_pages: NonNegative
@@ -266,28 +262,26 @@ class KeptPoolsStatus(FrozenModel):
     refused: str
     """Why pools could not be taken over; empty when they could, or when there were none."""
     seconds: float
-    """Seconds that the comparison took, or has taken so far."""
+    """Duration of the comparison so far."""
 
 
 class PrefixStoreStatus(FrozenModel):
-    """The store below host memory, as this node has found it since it was started."""
+    """The store below host memory, with this node's figures since its start."""
 
     kind: str
     """`files` or `mooncake`."""
     state: str
-    """`starting`: its process is not ready; `closed`: it is asked; `open`: it has failed too often, and is not asked for a while;
-    `half_open`: one request tries whether it works again."""
+    """A word of the metric `kvbridge_prefix_store_state`, which explains them."""
     why_not: str
-    """Why its process is not ready; empty when it is."""
+    """Why the store's process is not ready; empty when it is."""
     pid: NonNegative
-    """The process of the store, 0 while there is none."""
+    """The store's process, 0 while there is none."""
     objects: dict[str, dict[str, NonNegative]]
     """Calls by verb (`put`, `get`, `has`, `drop`) and outcome."""
     fetched_pages: NonNegative
     """Pages of prompts that came from the store."""
     prefetches: dict[str, NonNegative]
-    """Requests whose prompts were looked for: `found`, all that there was; `late`, `tier.prefetch_s` was over before; `part`, the
-    rest was missing or bad; `nothing`; `failed`, by a defect, whose traceback is in the log."""
+    """Requests whose prompts were looked up, by outcome as in `kvbridge_prefix_store_prefetches_total`."""
     waiting_prompts: NonNegative
     """Prompts and answers that wait to be written."""
     unsettled: NonNegative
@@ -295,11 +289,11 @@ class PrefixStoreStatus(FrozenModel):
 
 
 class StoreStatus(FrozenModel):
-    """Where bootstrap keeps the directory."""
+    """The store in which bootstrap keeps the directory."""
 
     kind: str
     problem: str
-    """Why the store cannot be asked; empty when it can. The page then shows the store's last answer."""
+    """Why the store does not answer; empty when it does. The document then has the store's last answer."""
 
 
 class BootstrapStatus(DaemonStatus):
@@ -310,7 +304,7 @@ class BootstrapStatus(DaemonStatus):
     store: StoreStatus
     instances: tuple[InstanceView, ...]
     rooms: dict[str, int]
-    """Rooms that it paired and remembers, by state."""
+    """Rooms that bootstrap paired and remembers, by state."""
 
 
 class ServerStatus(FrozenModel):
@@ -319,11 +313,11 @@ class ServerStatus(FrozenModel):
     role: Role
     url: str
     problem: str
-    """Why no request is sent there; empty: it is well."""
+    """Why no request is sent to the server; empty when it is well."""
     outstanding: NonNegative
     """Requests under way there."""
     load_tokens: NonNegative
-    """Prompt tokens of these requests, estimated."""
+    """Estimated prompt tokens of these requests."""
     paired: bool
     """Whether requests go to this prefill server and to decode at once."""
 
@@ -338,5 +332,5 @@ class RouterStatus(DaemonStatus):
     """Requests under way."""
     limit: Positive
     directory_problem: str = ""
-    """Why the directory cannot be asked; the servers are then those that it named last."""
+    """Why the directory does not answer; the servers are then those of its last answer."""
     servers: tuple[ServerStatus, ...]

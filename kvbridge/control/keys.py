@@ -1,8 +1,8 @@
 """CURVE keys: the peers that may speak to a node, and the instances for which they may speak.
 
-A key is 32 bytes, written as 40 characters of Z85. A key file is one line: the key; the secret's file is mode 0600.
-An entry of the allow-list is a public key, and after it, if the key is to be good for one instance only, the name of
-that instance. A key may have several entries, one for each instance that it speaks for.
+A key is 32 bytes, written as 40 characters of Z85. A key file is one line, the key; a secret's file has mode 0600. An entry of the
+allow-list is a public key and optionally the name of the only instance that it may speak for. A key may have several entries, one
+for each instance.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _OTHERS_WRITE = 0o022
 _INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 AllowList = Mapping[str, frozenset[str]]
-"""For each public key the instances that it may speak for; an empty set means any."""
+"""For each public key the instances that it may speak for; an empty set: any."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """One process's key pair, and the public keys of those who may connect to it.
+    """A process's key pair, and the public keys that may connect to it.
 
-    `allowed` empty means nobody but ourselves: the own public key is always allowed, and may speak for any instance.
+    The own public key is always allowed, and may speak for any instance; with an empty `allowed` it is the only one.
     """
 
     public: str
@@ -70,7 +70,7 @@ def generate_keys(allowed: Iterable[str] = ()) -> CurveKeys:
 
 
 def check_key(key: str, what: str) -> None:
-    """Raise ConfigError unless `key` is 40 characters of Z85. The text never repeats the key."""
+    """Raise ConfigError, which never shows the key, unless `key` is 40 characters of Z85."""
     if len(key) != KEY_CHARACTERS or not key.isascii():
         raise ConfigError(f"{what}: a CURVE key is {KEY_CHARACTERS} characters of Z85, got {len(key)} characters")
     try:
@@ -142,8 +142,8 @@ def _create(path: Path, mode: int) -> int:
 def read_allowed(entries: Iterable[str], path: Path | None) -> AllowList:
     """Return the allow-list of a configuration's own entries and of a file (one entry a line, `# ` comments).
 
-    Raises ConfigError, naming the line, for what is no entry, for a key that is both bound and unbound, and for a file
-    that others than its owner can write: whoever can, decides who gets in.
+    Raises ConfigError that names the line for a malformed entry and for a key with and without an instance, and an error for a file
+    that others than its owner can write: they could let anybody in.
     """
     named = [
         (text, f"control.curve.allowed_public_keys entry {number}") for number, text in enumerate(entries, start=1)
@@ -182,14 +182,14 @@ def parse_entry(text: str, where: str) -> tuple[str, str] | None:
 
 
 def readable_by_design(facts: os.stat_result) -> int:
-    """The mode bits of a secret's file that may be there: root gives daemons of a group their secrets so (Kubernetes does)."""
+    """Return the mode bits that a secret's file may have: root gives daemons of a group their secrets so (Kubernetes does)."""
     return stat.S_IRGRP if facts.st_uid == 0 != os.geteuid() else 0
 
 
 def _read(path: Path, what: str, most_bytes: int, *, forbidden: int, otherwise: str) -> str:
-    """Return a regular file's text, unless its mode has `forbidden` bits. The ConfigErrors never repeat what is in it."""
+    """Return a regular file's text, unless its mode has `forbidden` bits. Errors never show the text."""
     try:
-        # Not to wait for ever where the path is a pipe that nobody writes to.
+        # O_NONBLOCK: where the path is a pipe that nobody writes to, an open without it would wait for ever.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             facts = os.fstat(file.fileno())
             mode = facts.st_mode & ~readable_by_design(facts)

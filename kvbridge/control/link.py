@@ -54,9 +54,8 @@ class PeerCallbacks:
     on_resent: Callable[[int], None] = _ignore
     """(count): messages were sent again."""
     on_reset: Callable[[str], None] = _ignore
-    """(peer incarnation): the conversation begins anew, and earlier agreements are void.
-    On a client: the server was restarted or has forgotten us, and we introduce ourselves again. On a server: a known client had
-    given us up."""
+    """(peer incarnation): the conversation begins anew, and earlier agreements are void. On a client: the server was restarted or
+    has forgotten us, and we introduce ourselves again. On a server: a known client had given us up."""
     on_cut: Callable[[], None] = _ignore
     """On a client: the connection has ended, or none could be made. `Link.cut_s` counts from here."""
     on_met: Callable[[str], object] = _ignore

@@ -1,11 +1,11 @@
-"""Daemons of different nodes talk: one connection a pair, messages both ways, each delivered once or reported.
+"""Connections between the daemons of different nodes: one a pair, messages both ways, each delivered once or reported.
 
-The client (a decode node) opens the connection, asks who answers there (link 0, which leaves no trace), and begins a numbered
-link; the server (a prefill node) learns the client's incarnation from its first frame of a link. An incarnation has one link to
-another, so a client that meets one to which there is a link already, by another address, is closed before it begins its own: a
-later link would end the former one. A new connection of the same link continues where the old one broke off. When either side has
-lost its memory of a link (a restart, `forget`), the server answers its frames with the link's negative number; the client then
-reports what is open as undelivered and begins the next link.
+The client (a decode node) opens the connection, asks which incarnation answers (link 0, which leaves no trace), and begins a
+numbered link; the server (a prefill node) learns the client's incarnation from the first frame of a link. An incarnation has one
+link to another. A client that meets a server to which there is a link already, by another address, is closed before it begins a
+link: a later link would end the former one. A new connection of the same link continues where the old one broke off. When either
+side has lost its memory of a link (a restart, `forget`), the server answers frames of the link with its negative number; the client
+then reports open messages as undelivered and begins the next link.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RECONNECT_MOST_MS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Who this process is to its peers. Without keys it speaks in the clear, on loopback only unless `insecure`."""
+    """The identity of this process to its peers. Without keys it speaks in the clear, on loopback only unless `insecure`."""
 
     incarnation: str
     keys: CurveKeys | None = None
@@ -125,28 +125,28 @@ class PeerServer:
         self.link(peer).send(message)
 
     def link(self, peer: str) -> Link:
-        """Return the conversation with a known peer, to look at. Raises NotFoundError."""
+        """Return the conversation with a known peer. Raises NotFoundError."""
         link = self._links.get(peer)
         if link is None:
             raise NotFoundError(f"no peer of incarnation '{peer}' is known; it never connected, or was forgotten")
         return link
 
     def barred(self) -> tuple[str, ...]:
-        """Known peers whose key `gate` does not let in any more: nothing of them is heard, and they are to be ended."""
+        """Return known peers whose key `gate` does not accept any more. Their frames are refused; the caller forgets them."""
         return tuple(peer for peer, link in self._links.items() if not self.gate.allows(link.user))
 
     def forget(self, peer: str) -> None:
-        """Drop a peer, reporting what it has not acknowledged. If it is still there, it learns of it and begins a new link."""
+        """Drop a peer, and report its unacknowledged messages. A peer that is still there learns of it and begins a new link."""
         link = self._links.pop(peer, None)
         if link is not None:
             link.close()
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
+        """Wait until everything is acknowledged, at most `timeout_s`; return whether it is."""
         return await _flush(self._links.values, timeout_s)
 
     def close(self) -> None:
-        """Stop listening; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
+        """Stop listening; waits at most for the sockets' linger (0.2 s). Reports nothing as undelivered.
 
         A client that has not read its last messages by then loses them: `flush` first.
         """
@@ -165,7 +165,7 @@ class PeerServer:
     def _on_event(self, event: int, value: int) -> None:
         if event in {ACCEPTED, DISCONNECTED}:
             self._connections.on_event(event, value)
-        elif event != HANDSHAKE_FAILED_AUTH:  # which the authenticator has counted, with its address and key
+        elif event != HANDSHAKE_FAILED_AUTH:  # the authenticator has counted that one, with its address and key
             kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
             text = "a connection did not complete its handshake: wrong server key, no key, or no peer of ours"
             self._callbacks.on_refused(kind, text)
@@ -193,7 +193,7 @@ class PeerServer:
             return None
         known = link is not None and envelope.link == link.number
         if envelope.recipient not in {"", self._identity.incarnation} or (envelope.recipient and not known):
-            # It remembers a link that we do not: it begins the next one.
+            # The client remembers a link that we do not know; our answer makes it begin the next one.
             refuse(Refusal.STALE, f"link {envelope.link} of {sender} is not known here (any more)")
             self._answer_without_link(envelope, route)
             return None
@@ -226,8 +226,7 @@ class PeerServer:
 class PeerClient:
     """The connection to one node's control socket: a DEALER that reconnects by itself. Built and used in one running loop.
 
-    Messages sent before the connection stands wait for it. `context` is shared by all clients of the process and is
-    closed by its owner after them.
+    Messages wait until the connection is made. All clients of the process share `context`, whose owner closes it after them.
     """
 
     def __init__(
@@ -242,21 +241,21 @@ class PeerClient:
     ) -> None:
         """Begin to connect; returns at once.
 
-        `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError on a malformed
-        endpoint or key, or when the connection would leave this machine in the clear.
+        `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError for a malformed endpoint or
+        key, or when the connection would leave this machine in the clear.
         """
         self._identity = identity
         self._callbacks = callbacks
         self._endpoint = endpoint
         self._check(server_key)
         self.server = ""
-        """The incarnation that answers there; empty before it has said so."""
+        """The incarnation that answers there; empty before its first answer."""
         settings = settings or PeerSettings()
         self._owner = LinkOwner(identity.incarnation, callbacks, settings, self._put, self._on_over)
-        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
+        # The number grows with every client of this incarnation, so a server tells a new conversation from an old one.
         self._link = Link(self._owner, time.monotonic_ns())
         raw = context.open(zmq.DEALER)
-        raw.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
+        raw.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues before a connection is made: delivery resends
         raw.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
         raw.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
         if identity.keys is not None and server_key:
@@ -272,7 +271,7 @@ class PeerClient:
 
     @property
     def link(self) -> Link:
-        """The present conversation with the server, to look at."""
+        """The present conversation with the server."""
         return self._link
 
     def send(self, message: PeerMessage) -> None:
@@ -282,11 +281,11 @@ class PeerClient:
         self._link.send(message)
 
     async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
+        """Wait until everything is acknowledged, at most `timeout_s`; return whether it is."""
         return await _flush(lambda: (self._link,), timeout_s)
 
     def close(self) -> None:
-        """Close the connection. Nothing is reported undelivered any more."""
+        """Close the connection. Reports nothing as undelivered."""
         self._link.close(report=False)
         self._socket.close()
 
@@ -302,7 +301,7 @@ class PeerClient:
             self._identity.require_keys(endpoint, "connect to")
 
     def _put(self, _link: Link, frame: bytes) -> bool:
-        """Send a frame, or the question who is there in its place: the link sends it again until it is acknowledged."""
+        """Send a frame, or instead ask who answers: the link sends the frame again until it is acknowledged."""
         if self.server:
             return self._socket.send(frame)
         question: Envelope[PeerMessage] = Envelope(self._identity.incarnation)
@@ -317,18 +316,21 @@ class PeerClient:
         elif event == CONNECT_FAILED:
             self._link.cut()
         elif event == DISCONNECTED:
-            if self._link.peer:  # else it is a handshake that fails, and said as that
+            if self._link.peer:  # otherwise it is a failed handshake, which has an event of its own
                 self._link.cut()
         else:
             kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
             self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
 
     def _on_envelope(self, envelope: Envelope[PeerMessage], _route: bytes, _frame: zmq.Frame) -> None:
-        """Take an envelope of the present link; begin the next link when the server does not know this one."""
+        """Handle an envelope of the present link; begin the next link when the server does not know this one."""
         link, ours = self._link, self._identity.incarnation
         if envelope.link == 0 and envelope.recipient == ours:
             if not self.server:
-                self._met(envelope.sender)
+                self.server = envelope.sender
+                self._callbacks.on_met(envelope.sender)
+                if not link.closed:
+                    link.retry()
         elif envelope.recipient != ours or abs(envelope.link) != link.number:
             self._refuse(Refusal.STALE, f"link {envelope.link} to {envelope.recipient}, ours is {link.number}")
         elif envelope.link > 0 and link.peer in {"", envelope.sender}:
@@ -336,12 +338,6 @@ class PeerClient:
             link.take(envelope)
         elif link.peer:
             self._begin_anew(envelope.sender)
-
-    def _met(self, server: str) -> None:
-        self.server = server
-        self._callbacks.on_met(server)
-        if not self._link.closed:
-            self._link.retry()
 
     def _on_over(self, link: Link) -> None:
         if link is self._link:
@@ -351,12 +347,11 @@ class PeerClient:
         former, self._link = self._link, Link(self._owner, self._link.number + 1)
         former.close()
         self.server = server
-        if not self._link.closed:  # whoever heard of what is undelivered may have closed this client
+        if not self._link.closed:  # a callback for an undelivered message may have closed this client
             self._callbacks.on_reset(server)
 
 
 async def _flush(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
-    """Wait until everything on these links is acknowledged, at most `timeout_s`; whether it is."""
     deadline_s = monotonic() + timeout_s
     while any(link.unacknowledged for link in links()):
         if monotonic() >= deadline_s:

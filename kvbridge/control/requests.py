@@ -1,4 +1,4 @@
-"""Questions and answers between commands of two hosts, and whether a control socket can be entered."""
+"""Requests and answers between commands of two hosts; a client also finds out whether a control socket accepts it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from kvbridge.core.errors import DeadlineError, PeerError, UnauthorizedError
 from kvbridge.core.process import Closing
 
 _MAX_BYTES = 2 << 20
-"""Of one question or answer; an endpoint has at most 1 MiB."""
+"""The most bytes of one request or answer; an endpoint has at most 1 MiB."""
 _CONNECTED = int(zmq.Event.CONNECTED)
 
 
 class RequestServer(Closing):
-    """Answers questions one after another, in the loop that is running; `answer` must not raise."""
+    """Answers requests one after another, in the running loop; `answer` must not raise."""
 
     def __init__(
         self, identity: PeerIdentity, endpoint: str, answer: Callable[[bytes], bytes], on_denied: Callable[[str], None]
@@ -55,7 +55,7 @@ class RequestServer(Closing):
             self._closing = opened.pop_all()
 
     def close(self) -> None:
-        """Answer no more; harmless when closed."""
+        """Stop listening; harmless when closed."""
         self._closing.close()
 
     def _on_parts(self, parts: Parts) -> None:
@@ -63,13 +63,13 @@ class RequestServer(Closing):
 
 
 class RequestClient(Closing):
-    """Asks one server, from code without an event loop. A question that is not answered in time ends it."""
+    """Sends requests to one server, from code without an event loop. A request that is not answered in time ends it."""
 
     def __init__(self, endpoint: str, *, keys: CurveKeys | None, server_key: str, timeout_s: float) -> None:
-        """Connect and shake hands, `timeout_s` at most; nobody behind the socket hears of it. An empty key: our own pair's.
+        """Connect and shake hands within `timeout_s`; the daemon behind the socket does not notice. An empty key: our own pair's.
 
-        Raises PeerError when nobody is reached, UnauthorizedError when the handshake is refused, DeadlineError when it is not
-        answered.
+        Raises PeerError when nobody answers the connection, UnauthorizedError when the handshake is refused, DeadlineError when it
+        does not end.
         """
         self._name = endpoint
         self._timeout_s = timeout_s
@@ -93,14 +93,13 @@ class RequestClient(Closing):
         self._closing.close()
 
     def ask(self, question: bytes) -> bytes:
-        """Return the answer. Raises DeadlineError when there is none in time; ask nothing further then."""
+        """Return the answer. Raises DeadlineError when none comes in time; the client is of no use then."""
         self._socket.send(question)
         if not self._socket.poll(math.ceil(self._timeout_s * 1e3), zmq.POLLIN):
             raise DeadlineError(f"{self._name} did not answer within {self._timeout_s:g} s")
         return self._socket.recv()
 
     def _shake_hands(self) -> None:
-        """Connect, once, and wait for the end of the handshake."""
         endpoint, timeout_s = self._name, self._timeout_s
         events = _CONNECTED | CONNECT_FAILED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED
         monitor = self._socket.get_monitor_socket(events)
@@ -114,11 +113,11 @@ class RequestClient(Closing):
                     return
                 if event == HANDSHAKE_FAILED_AUTH:
                     raise UnauthorizedError(
-                        f"{endpoint} does not allow our key: it belongs into its list of allowed keys"
+                        f"{endpoint} does not allow our key: add it to that node's list of allowed keys"
                     )
                 if event & HANDSHAKE_FAILED:
                     raise PeerError(
-                        f"{endpoint} refuses the handshake: one side has keys and the other has none, or other ones"
+                        f"{endpoint} refuses the handshake: one side has no keys, or other ones than expected"
                     )
                 if event == CONNECT_FAILED:
                     raise PeerError(f"{endpoint} refuses connections: nobody listens there")

@@ -1,4 +1,4 @@
-"""The directory of a daemon's sockets: its user and a group that it names may enter it, and one process serves a socket in it."""
+"""The directory of a daemon's sockets: only its user and a configured group may enter, and one process serves each socket."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbridge.core.errors import ConflictError, UnavailableError
 
 ENGINE_SOCKET = "engine.sock"
 WORKER_SOCKET = "worker.sock"
-"""For the engines of a daemon, and for its rank workers."""
+"""The sockets for the engines of a daemon and for its rank workers."""
 _PROBE_S = 1.0
 _BACKLOG = 128
 
@@ -22,7 +22,7 @@ _BACKLOG = 128
 def prepare_runtime_directory(path: Path, group: int | None = None) -> Path:
     """Make `path` if needed and return it: mode 0700, or 0750 for a group.
 
-    Raises UnavailableError when others own it or can enter it.
+    Raises UnavailableError when another user owns it or others can enter it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -30,7 +30,14 @@ def prepare_runtime_directory(path: Path, group: int | None = None) -> Path:
         raise UnavailableError(f"runtime directory {path} cannot be made: {error.strerror}") from error
     require_private_directory(path, forbidden=0o077 if group is None else 0o007)
     if group is not None:
-        _open_to_group(path, group)
+        try:
+            os.chown(path, -1, group)
+            path.chmod(0o750)
+        except OSError as error:
+            raise UnavailableError(
+                f"runtime_group: runtime directory {path} cannot be given to group {group}: {error.strerror}; user "
+                f"{os.geteuid()} of this daemon must be a member of it (supplementary groups)"
+            ) from error
     return path
 
 
@@ -45,7 +52,7 @@ def group_number(group: int | str) -> int:
 
 
 def listen_at(path: Path, *, to_group: bool) -> unix.socket:
-    """Return a socket that listens at `path`, to which only this user can connect, or the group of its directory, too.
+    """Return a socket that listens at `path` for this user and, with `to_group`, for the group of its directory.
 
     Raises ConfigError when the path is unfit, ConflictError when another process serves it.
     """
@@ -53,7 +60,7 @@ def listen_at(path: Path, *, to_group: bool) -> unix.socket:
     require_unserved(path)
     path.unlink(missing_ok=True)  # left by a process that was killed
     listening = unix.socket(unix.AF_UNIX, unix.SOCK_STREAM)
-    before = os.umask(0o177)  # of the whole process: meanwhile other threads' files are more private than they would be
+    before = os.umask(0o177)  # for the whole process: files of other threads are more private than usual meanwhile
     try:
         listening.setblocking(False)
         listening.bind(str(path))
@@ -77,22 +84,11 @@ def remove_socket(path: Path, inode: int) -> None:
             path.unlink()
 
 
-def _open_to_group(path: Path, group: int) -> None:
-    try:
-        os.chown(path, -1, group)
-        path.chmod(0o750)
-    except OSError as error:
-        raise UnavailableError(
-            f"runtime_group: runtime directory {path} cannot be given to group {group}: {error.strerror}; user {os.geteuid()} of "
-            "this daemon must be a member of it (supplementary groups)"
-        ) from error
-
-
 def require_private_directory(path: Path, user: int | None = None, *, forbidden: int = 0o027) -> bool:
-    """Return whether `path` is there; what lies in it is believed.
+    """Return whether `path` is there. A client trusts the sockets in it.
 
     Raises UnavailableError unless it is a directory of that user (default: this one) without any of the rights `forbidden`. A
-    client only minds those by which somebody else could put a socket there; who may connect is up to the daemon.
+    client refuses only rights by which somebody else could put a socket there; the daemon decides who may connect.
     """
     expected = os.geteuid() if user is None else user
     try:
@@ -104,7 +100,7 @@ def require_private_directory(path: Path, user: int | None = None, *, forbidden:
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != expected:
         whose = "this user" if user is None else f"user {user}"
         raise UnavailableError(
-            f"runtime directory {path} is not a directory of {whose}; choose another, or say whose it is (daemon_user)"
+            f"runtime directory {path} is not a directory of {whose}; choose another, or name its user (daemon_user)"
         )
     if stat.S_IMODE(facts.st_mode) & forbidden:
         raise UnavailableError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")

@@ -22,9 +22,8 @@ from kvbridge.daemon.layout import NodeConfig, NodeLayout
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.layout import Placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX, ForeignFilesError, KeptFiles, discard_files
-from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.pools import MemoryPool
-from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, why_not_memory
 
 log = structlog.get_logger(__name__)
 

@@ -42,11 +42,11 @@ from kvbridge.telemetry.facts import RoomEntered, RoomFact
 from kvbridge.telemetry.registry import Metrics
 
 SHOWN_LINKS = 64
-"""Instances in a registration, by the bytes sent to them: the ones with most."""
+"""A registration has the bytes sent to this many instances: those with most."""
 _NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace"}
-"""Fields that every fact has, and those that are shown elsewhere."""
+"""Fields of facts that a timeline's entry does not show among its details."""
 ROOMS_OF_STATE = 25
-"""Rooms of each state that the status page shows; all are counted."""
+"""The status page shows this many rooms of each state, and counts all."""
 
 
 class NodeOverview:
@@ -67,14 +67,14 @@ class NodeOverview:
         """Its entry in the directory, if it has one."""
 
     def obstacles(self) -> list[str]:
-        """Reasons that keep every room out, however many pages are free. Bootstrap does not ask such a node; it asks a full one."""
+        """Return the reasons that keep every room out, however many pages are free. Bootstrap does not ask such a node."""
         candidates = (self._parts.memory.problem, self._parts.workers.missing(), self._admission.closed)
         return [reason for reason in candidates if reason]
 
     def readiness(self) -> Readiness:
-        """Whether new rooms can be admitted, and every reason why not.
+        """Return whether new rooms can be admitted, and every reason why not.
 
-        A node that bootstrap knew stays ready while bootstrap is away, and lists that as a reason all the same.
+        A node that bootstrap knew stays ready while bootstrap is away; the absence is among the reasons all the same.
         """
         announcer = self.announcer
         reasons = [*self.obstacles(), self._admission.problem(), announcer.obstacle if announcer else ""]
@@ -91,7 +91,7 @@ class NodeOverview:
         return BootstrapLinkStatus(state=announcer.state, url=url, problem=announcer.problem)
 
     def status(self) -> NodeStatus:
-        """Everything an operator wants to see."""
+        """Return the status document."""
         parts, kept = self._parts, self._parts.memory.restored
         return NodeStatus(
             **parts.identity._asdict(),
@@ -144,7 +144,6 @@ class NodeOverview:
         )
 
     def _host_tier(self) -> HostTierStatus | None:
-        """Where pages of prefixes are, and the copies between device and host; None without a host tier."""
         prefixes, backups, copies = self._parts.prefixes, self._parts.backups, self._parts.recent.copies
         if prefixes is None or backups is None:
             return None
@@ -169,17 +168,17 @@ class NodeOverview:
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Set the gauges, and return the metrics page in pieces, in an accepted form, and its content type."""
-        self._set_gauges(self.status())
-        return self.metrics.render(accept)
+        """Set the gauges from the status document; return the metrics page in pieces, in an accepted form, and its content type."""
+        status, metrics, stored = self.status(), self.metrics, self._parts.stored
 
-    def _set_gauges(self, status: NodeStatus) -> None:
-        metrics, parts = self.metrics, self._parts
-        metrics.replace(m.ROOMS, {(state.value,): status.rooms.get(state.value, 0) for state in RoomState})
-        metrics.replace(m.QUARANTINED, {(reason,): count for reason, count in self._rooms.quarantined().items()})
-        metrics.replace(m.ENGINES, {(state,): count for state, count in parts.engines.states().items()})
-        metrics.replace(m.WORKERS, Counter((rank.state,) for rank in status.ranks))
-        metrics.replace(m.DIRECTORY_REGISTRATION, {(status.bootstrap.state.value,): 1})
+        def by_word(metric: m.MetricSpec, found: Mapping[Any, float]) -> None:
+            metrics.replace(metric, {(str(word),): value for word, value in found.items()})
+
+        by_word(m.ROOMS, {state.value: status.rooms.get(state.value, 0) for state in RoomState})
+        by_word(m.QUARANTINED, self._rooms.quarantined())
+        by_word(m.ENGINES, self._parts.engines.states())
+        by_word(m.WORKERS, Counter(rank.state for rank in status.ranks))
+        by_word(m.DIRECTORY_REGISTRATION, {status.bootstrap.state: 1})
         if status.fence is not None:
             metrics.assign(m.EPOCH, status.fence.epoch)
         metrics.assign(m.WAITING, status.admission.waiting)
@@ -187,22 +186,18 @@ class NodeOverview:
         metrics.assign(m.READY, status.ready.ready)
         pages = {(space.value, state.value): count for space, of in status.pools.items() for state, count in of.items()}
         metrics.replace(m.POOL, pages)
-        metrics.replace(m.AVAILABLE, {(space.value,): count for space, count in status.available_pages.items()})
-        if (prefixes := status.prefixes) is not None:
-            for reason, count in prefixes.evicted_pages.items():
-                metrics.assign(m.PREFIX_EVICTED, count, reason.value)
+        by_word(m.AVAILABLE, status.available_pages)
+        if status.prefixes is not None:
+            by_word(m.PREFIX_EVICTED, status.prefixes.evicted_pages)
         if (tier := status.host_tier) is not None:
-            residencies = {"device": tier.device_pages, "both": tier.both_pages, "host": tier.host_pages}
-            metrics.replace(m.TIER_PAGES, {(residency,): count for residency, count in residencies.items()})
-        if status.store is not None and parts.stored is not None and parts.stored.client is not None:
-            metrics.replace(m.STORE_STATE, {(status.store.state,): 1})
-            for verb, outcomes in status.store.objects.items():
-                for outcome, objects in outcomes.items():
-                    metrics.assign(m.STORE_OBJECTS, objects, verb, outcome)
-            for asked, moved_bytes in parts.stored.client.moved_bytes.items():
-                metrics.assign(m.STORE_BYTES, moved_bytes, asked.value)
-            for outcome, requests in status.store.prefetches.items():
-                metrics.assign(m.STORE_PREFETCHES, requests, outcome)
+            by_word(m.TIER_PAGES, {"device": tier.device_pages, "both": tier.both_pages, "host": tier.host_pages})
+        if (store := status.store) is not None and stored is not None and stored.client is not None:
+            by_word(m.STORE_STATE, {store.state: 1})
+            objects = {(verb, outcome): n for verb, of in store.objects.items() for outcome, n in of.items()}
+            metrics.replace(m.STORE_OBJECTS, objects)
+            by_word(m.STORE_BYTES, stored.client.moved_bytes)
+            by_word(m.STORE_PREFETCHES, store.prefetches)
+        return metrics.render(accept)
 
     def page(self) -> Document:
         """Return the document of the status page: the status, and some rooms of each state."""
@@ -222,13 +217,11 @@ class NodeOverview:
         return {"status": self.status(), "rooms": rooms, "ended": recent.ended}
 
     def timeline(self, room: int, generation: int | None) -> RoomTimeline:
-        """Return what happened to a room, by default to the newest attempt. Raises UnknownRoomError."""
+        """Return the timeline of a room, by default of the newest attempt. Raises UnknownRoomError."""
         found = self._parts.recent.of(room, generation)
         if found is None:
             which = f"room {room}" if generation is None else f"room {room} in generation {generation}"
-            raise UnknownRoomError(
-                f"what happened to {which} is not kept here (never admitted, or ended and forgotten)"
-            )
+            raise UnknownRoomError(f"{which} has no timeline here: it was never admitted, or ended and was forgotten")
         generation, kept = found
         return RoomTimeline(
             room=room,
@@ -240,7 +233,7 @@ class NodeOverview:
     # ------------------------------------------------------------------ the directory
 
     def registration(self) -> NodeRegistration:
-        """The node's entry in the directory, once HTTP is open."""
+        """Return the node's entry in the directory, once HTTP is open."""
         parts, config, reasons = self._parts, self._parts.config, self.obstacles()
         return NodeRegistration(
             **parts.identity._asdict(),
@@ -263,7 +256,7 @@ class NodeOverview:
         )
 
     def _sent_bytes(self) -> dict[str, int]:
-        """Return bytes sent to each instance. They are not in `load`, which is called many times a second."""
+        """Return the bytes sent to each instance: not a part of `load`, which is called many times a second."""
         traffic, found = self._parts.recent.traffic, Counter[str]()
         for peer in self._peers.status():
             if isinstance(peer, DecodeNodeStatus) and peer.incarnation in traffic:
@@ -271,22 +264,18 @@ class NodeOverview:
         return dict(found.most_common(SHOWN_LINKS))
 
     def load(self) -> Load:
-        """How full the node is, in what rooms take."""
+        """Return how full the node is: its rooms and pages."""
         book, prefixes = self._parts.book, self._parts.prefixes
-        available, totals = (
-            book.available_pages(),
-            {space: sum(states.values()) for space, states in book.counts().items()},
-        )
+        available, counts = book.available_pages(), book.counts()
         return Load(
             rooms=self._rooms.open_count,
             prefixes_kept_s=None if prefixes is None else round(prefixes.kept_s(), 3),
             available_pages={space.value: available[space] for space in available if space in REQUEST_SPACES},
-            total_pages={space.value: totals[space] for space in totals if space in REQUEST_SPACES},
+            total_pages={space.value: sum(counts[space].values()) for space in counts if space in REQUEST_SPACES},
         )
 
 
 def _entry(after_s: float, fact: RoomFact) -> TimelineEntry:
-    """Return a fact in words: each field with a value, by its name."""
     state = fact.state if isinstance(fact, RoomEntered) else None
     details = {
         name.removesuffix("_s"): _text(value)

@@ -28,7 +28,7 @@ from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
+from kvbridge.pool.memory.gpu_memory import EventRing, StreamPoints
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
 
 log = structlog.get_logger(__name__)

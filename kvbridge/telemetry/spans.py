@@ -1,6 +1,6 @@
 """Traces: the spans of a request, computed from facts; the spans of a room are computed from its timeline when the room has ended.
 
-Moments are this process's monotonic seconds. Of a rank worker the node knows when the worker was told, when it had ended, and how
+Times are this process's monotonic seconds. The node knows of an order when the rank worker was told, when it had ended, and how
 long each step took in between.
 """
 
@@ -54,7 +54,7 @@ Attributes = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took from one moment to another."""
+    """A part of a trace, from `begin_s` to `end_s`."""
 
     name: str
     context: TraceContext
@@ -62,11 +62,11 @@ class Span:
     end_s: float
     attributes: Attributes
     serves: bool = False
-    """It answers a request of another process."""
+    """The span answers a request of another process."""
     calls: bool = False
-    """It waits for another process to answer."""
+    """The span waits for the answer of another process."""
     error: str = ""
-    """Why it went wrong; empty when it has not."""
+    """Why it failed; empty when it did not."""
 
 
 Record = Callable[[Span], None]
@@ -79,7 +79,7 @@ class SpanReader:
     def __init__(
         self, record: Record, parts: Mapping[RoomState, str] | None = None, recent: Recent | None = None
     ) -> None:
-        """`parts` and `recent`: of the role's rooms, None where there are no rooms. `recent` has to read each fact before this."""
+        """`parts` and `recent` of the role's rooms are None where there are none. `recent` reads each fact before this reader."""
         self._record = record
         self._parts = parts or {}
         self._recent = recent or Recent()
@@ -141,23 +141,22 @@ class _RoomSpans:
         first = timeline.facts[0][1]
         own = first.trace if isinstance(first, RoomEntered) and not first.state.final else None
         self._room = own if own is not None and own.recorded else None
-        """The room's own span; None where only what is sent is a part of a trace."""
+        """The room's own span; None where only the sending is a part of a trace."""
         self._send: TraceContext | None = None
         for _, fact in timeline.facts:
-            # What is sent is a part of the decode node's trace, whoever has admitted the room here.
+            # Sending is a part of the decode node's trace, whoever has admitted the room here.
             if isinstance(fact, RoomOffered) and fact.trace is not None and fact.trace.sampled:
                 self._send = fact.trace.child(f"{SEND} {sender}")
         self._about = _named(timeline.entered)
 
     def all(self) -> Iterator[Span]:
         """Return every span of a room that has ended."""
-        if self._room is None and self._send is None:
-            return
-        yield from self._waits()
-        yield from self._publications()
-        yield from self._orders()
-        yield from self._verification()
+        if self._room is not None or self._send is not None:
+            yield from self._waits()
+            yield from self._publications()
+            yield from self._orders()
         if self._room is not None:
+            yield from self._verification(self._room)
             yield self._whole(self._room)
 
     def late(self, now_s: float, ended: OrderEnded) -> Iterator[Span]:
@@ -204,31 +203,26 @@ class _RoomSpans:
     def _publications(self) -> Iterator[Span]:
         """Return a span for each engine that has begun to compute the room, until it has published everything or the room ends."""
         begun_s: dict[str, float] = {}
+        ended: list[tuple[str, float, float, str]] = []
         last, above = self._timeline.entered, self._room or self._send
         for at_s, fact in self._timeline.facts:
             if isinstance(fact, RoomBegun):
                 begun_s[fact.engine] = at_s
             elif isinstance(fact, RoomFinished) and fact.engine in begun_s:
-                yield from self._published(above, fact.engine, begun_s.pop(fact.engine), at_s)
-        for engine, at_s in begun_s.items():
-            error = last.reason or last.state.value
-            yield from self._published(above, engine, at_s, self._timeline.entered_s, error=error)
-
-    def _published(
-        self, above: TraceContext | None, engine: str, begun_s: float, end_s: float, *, error: str = ""
-    ) -> Iterator[Span]:
-        if above is not None:
+                ended.append((fact.engine, begun_s.pop(fact.engine), at_s, ""))
+        error = last.reason or last.state.value
+        ended += [(engine, at_s, self._timeline.entered_s, error) for engine, at_s in begun_s.items()]
+        for engine, begin_s, end_s, why in ended if above is not None else ():
             about = self._about | {"kvbridge.engine": engine}
-            yield Span("publish", above.child(f"publish {engine}"), begun_s, end_s, about, error=error)
+            yield Span("publish", above.child(f"publish {engine}"), begin_s, end_s, about, error=why)
 
-    def _verification(self) -> Iterator[Span]:
-        """Return how long the comparison of checksums took: no state of a room, a part of the wait for the commit."""
+    def _verification(self, room: TraceContext) -> Iterator[Span]:
+        """Return the comparison of checksums: no state of a room, but a part of the wait for the commit."""
+        context = room.child(COMMIT).child("verify")
         for at_s, fact in self._timeline.facts:
-            if isinstance(fact, PhasesEnded) and self._room is not None and "verify" in fact.phases_s:
+            if isinstance(fact, PhasesEnded) and "verify" in fact.phases_s:
                 about = self._about | {"kvbridge.busy_s": fact.phases_s.get("verify_busy", 0.0)}
-                yield Span(
-                    "verify", self._room.child(COMMIT).child("verify"), at_s - fact.phases_s["verify"], at_s, about
-                )
+                yield Span("verify", context, at_s - fact.phases_s["verify"], at_s, about)
 
     def _began(self) -> list[tuple[float, OrderBegan]]:
         began = [(at_s, fact) for at_s, fact in self._timeline.facts if isinstance(fact, OrderBegan)]

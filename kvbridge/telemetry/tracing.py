@@ -1,6 +1,6 @@
 """Sends spans to a collector: OpenTelemetry, OTLP over HTTP. The extra `traces` installs what is imported here.
 
-Spans wait in a bounded queue, and a thread of its own sends them: a slow or absent collector costs spans, and delays `close` alone.
+Spans wait in a bounded queue, and a thread of its own sends them: a slow or absent collector costs spans, and delays only `close`.
 No provider of spans is registered, so FastAPI, which asks OpenTelemetry for one, gets none.
 """
 
@@ -20,13 +20,7 @@ from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import (
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-)
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AnyValue
 
 from kvbridge import __version__
@@ -42,11 +36,11 @@ MAX_QUEUE = 8_192
 """Spans that may wait; further ones are dropped."""
 BATCH = 512
 EVERY_S = 1.0
-"""Longest wait of a span while no other spans are being sent."""
+"""A span waits at most so long while no other spans are being sent."""
 SAY_EVERY_S = 60.0
-"""Shortest time between two lines of the log about lost spans."""
+"""At least so long lies between two log lines about lost spans."""
 STEP_NS = 1_000_000
-"""Spans follow the host's clock when it has been set by more; smaller differences come from reading two clocks."""
+"""Spans follow the host's clock when it was set by more than this; smaller differences come from reading two clocks."""
 
 _SAMPLED, _FINE = TraceFlags(TraceFlags.SAMPLED), Status()
 _SCOPE = InstrumentationScope("kvbridge", __version__)
@@ -55,14 +49,12 @@ _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+)\s*:\s*(\S.*)")
 
 
 def parse_headers(lines: Sequence[str], *, key: str) -> dict[str, str]:
-    """Return the headers that lines `Name: value` name. Raises ConfigError, which does not show a value."""
+    """Return the headers of lines `Name: value`. Raises ConfigError, which shows no value."""
     headers = {}
     for line in lines:
         found = _HEADER.fullmatch(line)
         if found is None or not found[2].isascii():
-            raise ConfigError(
-                f"{key}: expected a line for each header, as 'Name: value' in ASCII, and there is another one"
-            )
+            raise ConfigError(f"{key}: each line must be a header, as 'Name: value' in ASCII, and one is not")
         headers[found[1]] = found[2]
     return headers
 
@@ -74,10 +66,6 @@ class _Counted(SpanExporter):
         self._exporter = exporter
         self.exported = 0
         self.failed = 0
-
-    @property
-    def ended(self) -> int:
-        return self.exported + self.failed
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = SpanExportResult.FAILURE
@@ -136,13 +124,13 @@ class SpanExport:
 
     def record(self, span: Span) -> None:
         """Queue a span that has ended; drop it when too many wait."""
-        if self._taken - self._exporter.ended >= MAX_QUEUE:
+        if self._taken - self._ended() >= MAX_QUEUE:
             self._dropped += 1
             return
         self._taken += 1
         context = span.context
         kind = SpanKind.SERVER if span.serves else SpanKind.CLIENT if span.calls else SpanKind.INTERNAL
-        # Made as it is, where a tracer would make ids and moments of its own, and take four times as long.
+        # Built directly: a tracer would make ids and times of its own, and take four times as long.
         ended = ReadableSpan(
             span.name,
             _named(context.trace_id, context.span_id),
@@ -158,7 +146,7 @@ class SpanExport:
         self._queue.on_end(ended)
 
     def look(self, *, everything: bool = False) -> None:
-        """Count exported, failed and dropped spans, and log now and then how many were lost. To be called often, and at the end."""
+        """Count exported, failed and dropped spans, and log now and then how many were lost. Call it often, and at the end."""
         now = {EXPORTED: self._exporter.exported, FAILED: self._exporter.failed, DROPPED: self._dropped}
         if now != self._counted:
             for outcome, spans in now.items():
@@ -174,15 +162,18 @@ class SpanExport:
             self._wall_ns = self._wall_offset_ns()
 
     def close(self, timeout_s: float) -> None:
-        """Send waiting spans for at most `timeout_s`; the rest is lost. Blocks."""
+        """Send waiting spans for at most `timeout_s`, blocking; the others are lost."""
         ending = threading.Thread(target=self._queue.shutdown, name="last-spans", daemon=True)
         ending.start()
         ending.join(timeout_s)
         if ending.is_alive():
             self._exporter.shutdown()  # so that nothing is tried again; what hangs ends with the process
-            self._dropped += self._taken - self._exporter.ended
-            self._taken = self._exporter.ended
+            self._dropped += self._taken - self._ended()
+            self._taken = self._ended()
         self.look(everything=True)
+
+    def _ended(self) -> int:
+        return self._exporter.exported + self._exporter.failed
 
     def _unix_ns(self, moment_s: float) -> int:
         return int(moment_s * 1e9) + self._wall_ns

@@ -44,7 +44,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerReady,
 )
-from kvbridge.pool.memory.stream_points import StreamPoints
+from kvbridge.pool.memory.gpu_memory import StreamPoints
 from kvbridge.transport.base import Transport
 from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications

@@ -16,9 +16,15 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_uuid, export, forget_export
+from kvbridge.pool.memory.gpu_memory import (
+    OpenedAllocation,
+    StreamPoints,
+    allocation_of,
+    device_uuid,
+    export,
+    forget_export,
+)
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
-from kvbridge.pool.memory.stream_points import StreamPoints
 from tests.helpers.gpu_children import (
     TINY,
     child,

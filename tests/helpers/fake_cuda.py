@@ -17,7 +17,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory import gpu_memory, stream_points
+from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.gpu_memory import HeldThings, ProcessAllocations
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.transport.local.gpu import Route, Way
@@ -49,14 +49,14 @@ class FakeCuda:
         for name in ("register_host", "unregister_host", "use"):
             monkeypatch.setattr(runtime, name, getattr(self, name))
         monkeypatch.setattr(runtime, "device_count", lambda: devices)
-        for module in (gpu_memory, stream_points):
+        for module in (gpu_memory,):
             monkeypatch.setattr(module, "device_by_uuid", self.device_by_uuid)
             monkeypatch.setattr(module, "device_uuid", self.device_uuid)
         monkeypatch.setattr(gpu_memory, "allocation_of", self.allocation_of)
         # What other tests have left of this process's own: a worker's device memory, for one, stays until the process ends.
         monkeypatch.setattr(gpu_memory, "_here", ProcessAllocations())
         monkeypatch.setattr(gpu_memory, "_ranges", HeldThings())
-        monkeypatch.setattr(stream_points, "_own", {})
+        monkeypatch.setattr(gpu_memory, "_own_events", {})
 
     @contextmanager
     def other_process(self) -> Iterator[None]:

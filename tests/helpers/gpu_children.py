@@ -24,11 +24,10 @@ from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.gpu_memory import HostRegistration
+from kvbridge.pool.memory.gpu_memory import EventRing, HostRegistration
 from kvbridge.pool.memory.layout import Placement, RankPart, device_placement
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.pool.memory.stream_points import EventRing
 from tests.helpers import synthetic
 
 TINY = preset("tiny-v4")

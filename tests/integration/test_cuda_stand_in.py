@@ -25,7 +25,7 @@ from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
+from kvbridge.pool.memory.gpu_memory import EventRing, StreamPoints
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.live_rooms import all_free, busy_pages, check_rows, cross, ends, http, nodes, write

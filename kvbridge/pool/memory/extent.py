@@ -78,9 +78,8 @@ def pages_per_extent(page_count: int, stride_bytes: int, limit_bytes: int) -> in
 def registered_extents(regions: Iterable[Region], shared: Sequence[Extent] = ()) -> list[Extent]:
     """Return the extents that hold `regions`, in address order: what is to be registered, each once.
 
-    Regions whose pages interleave (`page_first`) share an extent, also where each has a single page, which then touch but
-    do not interleave; regions that merely touch do not. An extent inside one of `shared`, whole files and allocations,
-    carries its origin.
+    Regions whose pages interleave (`page_first`) share an extent, also where each has a single page, which then touch but do not
+    interleave; regions that merely touch do not. An extent inside one of `shared`, whole files and allocations, carries its origin.
     """
     spans = sorted(
         (address, address + length_bytes, str(region.memory), region.device, region.page_stride_bytes)

@@ -1,23 +1,25 @@
-"""Memory that GPUs reach: device allocations that processes of one host share, and host memory that is registered with CUDA."""
+"""Memory that GPUs reach: allocations that processes of one host share, registered host memory, and points in a GPU's work."""
 
 from __future__ import annotations
 
 import resource
+import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from kvbridge.core.errors import ConflictError, RegistrationError, TransportError, UnsupportedError
+from kvbridge.core.errors import BridgeError, ConflictError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.process import Closing
-from kvbridge.core.wire.shared_memory import CudaOrigin
+from kvbridge.core.wire.shared_memory import CudaOrigin, StreamPoint
 from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.runtime import Event
 from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, Extent, Progress, ignore_progress, part_of
-from kvbridge.pool.memory.memory_limits import control_group_limits
-from kvbridge.pool.memory.shared_mapping import SharedMapping
+from kvbridge.pool.memory.shared_mapping import SharedMapping, control_group_limits
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
@@ -331,3 +333,103 @@ def _limits() -> str:
     memlock = "no memlock limit" if soft == resource.RLIM_INFINITY else f"a memlock limit of {soft} bytes"
     groups = [f"{limit.name} with {limit.available_bytes} bytes left" for limit in control_group_limits()]
     return "; ".join([memlock, *groups])
+
+
+# ------------------------------------------------------------------------------------------- points in a GPU's work
+
+FEWEST_EVENTS = 64
+MOST_EVENTS = 4_096
+MOST_RINGS = 64
+"""A process keeps this many rings of others open, and closes the ring that was used longest ago."""
+
+_own_events: dict[tuple[str, bytes], Event] = {}
+"""Events of this process, by ring and handle: CUDA cannot open them here, and a rank worker may be one of our threads."""
+
+
+class EventRing:
+    """Interprocess events by which one process names points in its GPU's work. Used by one thread.
+
+    An engine publishes pages that its GPU has yet to write. It records an event behind that work and names it in the publication;
+    the rank worker reads nothing before the event is reached, and asks without waiting.
+
+    Events are recycled, since there are only so many. To record an event again that somebody still waits for can only delay that
+    waiter. To keep this rare, an event is used again only when half of all events, the oldest ones, have been reached.
+    """
+
+    def __init__(self, device_uuid: str, create: Callable[[], Event]) -> None:
+        """`create` makes an event of the device that `device_uuid` names."""
+        self.name = secrets.token_hex(8)
+        self._device_uuid = device_uuid
+        self._create = create
+        self._entries: deque[tuple[Event, StreamPoint]] = deque()
+        """The event that was recorded longest ago first."""
+
+    @classmethod
+    def on(cls, device: int) -> Self:
+        """Return a ring on a CUDA device of this process."""
+        return cls(device_uuid(device), lambda: Event.create(device, interprocess=True))
+
+    def record(self, stream: int) -> StreamPoint:
+        """Mark the present end of a stream (its handle) and name that point."""
+        count = len(self._entries)
+        if count >= MOST_EVENTS or (
+            count >= FEWEST_EVENTS and self._entries[0][0].reached() and self._entries[count // 2][0].reached()
+        ):
+            event, point = self._entries.popleft()
+        else:
+            event = self._create()
+            point = StreamPoint(ring=self.name, handle=event.export(), device_uuid=self._device_uuid)
+            _own_events[self.name, point.handle] = event
+        event.record(stream)
+        self._entries.append((event, point))
+        return point
+
+    def close(self) -> None:
+        """Name no further points. The events stay until this process ends, since others may still ask for them."""
+        for _, point in self._entries:
+            _own_events.pop((self.name, point.handle), None)
+        self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class StreamPoints:
+    """Tells whether points that others have named are reached. Used by one thread."""
+
+    def __init__(self, open_event: Callable[[StreamPoint], Event] | None = None) -> None:
+        self._open = open_event or (lambda point: Event.open(device_by_uuid(point.device_uuid), point.handle))
+        self._rings: dict[str, dict[bytes, Event]] = {}
+        """The ring that was used longest ago first."""
+
+    def reached(self, points: Iterable[StreamPoint]) -> bool:
+        """Return whether all are reached. Raises TransportError for one that cannot be looked up, as when its process is gone."""
+        return all(self._is_reached(point) for point in points)
+
+    def _is_reached(self, point: StreamPoint) -> bool:
+        try:
+            return (_own_events.get((point.ring, point.handle)) or self._opened(point)).reached()
+        except BridgeError as error:
+            raise TransportError(
+                f"the engine's GPU cannot be asked how far it has come: {error}; the engine process has probably ended"
+            ) from error
+
+    def _opened(self, point: StreamPoint) -> Event:
+        ring = self._rings.pop(point.ring, None)
+        if ring is None:
+            ring = {}
+            while len(self._rings) >= MOST_RINGS:
+                self._close_ring(next(iter(self._rings)))
+        self._rings[point.ring] = ring
+        if point.handle not in ring:
+            ring[point.handle] = self._open(point)
+        return ring[point.handle]
+
+    def _close_ring(self, name: str) -> None:
+        for event in self._rings.pop(name).values():
+            event.close()
+
+    def close(self) -> None:
+        """Close every event of others."""
+        for name in list(self._rings):
+            self._close_ring(name)

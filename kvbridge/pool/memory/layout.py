@@ -179,8 +179,7 @@ def device_placement(
 
     With `page_first`, strides are still multiples of every component's `page_alignment_bytes`, as attention kernels want them.
 
-    Raises InvalidInputError when a space that is needed has no page count, a page is longer than an extent, or heads do
-    not divide.
+    Raises InvalidInputError when a space that is needed has no page count, a page is longer than an extent, or heads do not divide.
     """
     found: list[_Placed] = []
     for component, layers in part.components(geometry, exclude):

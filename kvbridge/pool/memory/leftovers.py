@@ -1,8 +1,8 @@
 """Files in shared memory whose owner has gone: removed, or kept for the next owner for a while.
 
-A file of this form is locked before it gets its name, for as long as its owner lives (see `shared_mapping`), so a named file
-without a lock has no owner. Kept files are different: they share one lock file, whose lock means that they have an owner, and whose
-content is the time at which they expire (`KeptFiles`).
+A file of this form is locked before it gets its name and while its owner lives (see `shared_mapping`), so a named file without a
+lock has no owner. Kept files share one lock file instead: its lock means that they have an owner, and its content is the time at
+which they expire (`KeptFiles`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -30,10 +30,13 @@ POOL_PREFIX = "kvbridge-"
 PROOF_PREFIX = ".kvbridge-"
 """The beginning of the names of proofs and lock files (`transport/local/host.py`): then a random number."""
 
-_POOL_NAME = re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{12}-[0-9a-f]{16}\..+")
 KEPT_NAME = re.compile(rf"({re.escape(POOL_PREFIX)}[0-9a-f]{{12}}-keep)[.-].+")
-"""Names of kept files; its group is what those of one node begin with."""
-_PROOF_NAME = re.compile(re.escape(PROOF_PREFIX) + r"[0-9a-f]{16}")
+"""Names of kept files; the group is the beginning of the names of one node's files."""
+_NAMES = {
+    "pool": re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{12}-[0-9a-f]{16}\..+"),
+    "kept": KEPT_NAME,
+    "proof": re.compile(re.escape(PROOF_PREFIX) + r"[0-9a-f]{16}"),
+}
 _PROC_LOCKS = Path("/proc/locks")
 
 
@@ -49,16 +52,16 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A file of kvbridge in shared memory, and what became of it (or would become of it, in a dry run)."""
+    """A file of kvbridge in shared memory, and the verdict on it, in a dry run as well."""
 
     path: Path
     kind: str
     """`pool`, `kept` or `proof`."""
     size_bytes: int
-    """Memory that it takes."""
+    """Memory that the file takes."""
     user_id: int
     holder: int | None
-    """The living process that owns it, if it can be seen from here."""
+    """The living process that owns the file, if this process can see it."""
     verdict: Verdict
     why: str
 
@@ -69,27 +72,33 @@ def kept_lock(path: Path) -> Path:
     return path.with_name(f"{found[1] if found else path.name}.lock")
 
 
-def kept_until(descriptor: int) -> float:
-    """Return until when, in seconds of the clock that all processes share, the files of an open lock file are kept."""
-    try:
-        return float(os.pread(descriptor, 32, 0))
-    except ValueError:
-        return 0.0
-
-
 def sweep(directories: Iterable[Path], *, dry_run: bool = False) -> list[Leftover]:
-    """Remove this user's files of kvbridge that belong to no living process, and return all that there are.
+    """Remove this user's files of kvbridge that belong to no living process, and return all files of kvbridge.
 
-    `dry_run`: remove nothing; `removed` then means that the sweep would. Safe in several processes at once and beside
-    processes that are starting. A directory that does not exist has none. Raises OSError when one cannot be read.
+    `dry_run`: remove nothing; `removed` then means that the sweep would. Safe in several processes at once and beside processes
+    that are starting. A directory that does not exist has no files. Raises OSError when a directory cannot be read.
     """
-    holders = _lock_holders()
-    found = [each for directory in dict.fromkeys(directories) for each in _candidates(directory)]
-    return [swept for path, kind in found if (swept := _sweep_one(path, kind, holders, dry_run=dry_run)) is not None]
+    holders, found = _lock_holders(), list[Leftover]()
+    # In the order of names, so the lock of kept files comes behind them.
+    paths = [path for each in dict.fromkeys(directories) if each.is_dir() for path in sorted(each.iterdir())]
+    for path in paths:
+        kind = next((kind for kind, form in _NAMES.items() if form.fullmatch(path.name)), "")
+        try:
+            facts = path.lstat()
+            if not kind or not stat.S_ISREG(facts.st_mode):
+                continue
+            verdict, why = _remove_unowned(path, facts.st_uid, kind, dry_run=dry_run)
+        except FileNotFoundError:
+            continue  # it has gone meanwhile
+        except OSError as error:
+            verdict, why = Verdict.FAILED, error.strerror or str(error)
+        holder = holders.get(_inode(facts))
+        found.append(Leftover(path, kind, facts.st_blocks * 512, facts.st_uid, holder, verdict, why))
+    return found
 
 
 def remove_leftovers(directories: Iterable[Path]) -> None:
-    """Sweep when a daemon starts, and log what was removed. What cannot be swept is logged and stays."""
+    """Sweep when a daemon starts, and log the removed files and those that cannot be removed."""
     try:
         found = sweep(directories)
     except OSError as error:
@@ -103,32 +112,6 @@ def remove_leftovers(directories: Iterable[Path]) -> None:
             log.warning("leftovers_not_removed", file=str(each.path), reason=each.why)
 
 
-def _candidates(directory: Path) -> Iterator[tuple[Path, str]]:
-    if not directory.is_dir():
-        return
-    for path in sorted(directory.iterdir()):
-        if _POOL_NAME.fullmatch(path.name):
-            yield path, "pool"
-        elif KEPT_NAME.fullmatch(path.name):
-            yield path, "kept"  # the one that is locked comes last, by its name
-        elif _PROOF_NAME.fullmatch(path.name):
-            yield path, "proof"
-
-
-def _sweep_one(path: Path, kind: str, holders: dict[_Inode, int], *, dry_run: bool) -> Leftover | None:
-    """None: not a regular file, or it has gone meanwhile."""
-    try:
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            return None
-        verdict, why = _remove_unowned(path, found.st_uid, kind, dry_run=dry_run)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        verdict, why = Verdict.FAILED, error.strerror or str(error)
-    return Leftover(path, kind, found.st_blocks * 512, found.st_uid, holders.get(_inode(found)), verdict, why)
-
-
 def _remove_unowned(path: Path, user_id: int, kind: str, *, dry_run: bool) -> tuple[Verdict, str]:
     if user_id != os.geteuid():
         return Verdict.FOREIGN, "it belongs to another user"
@@ -138,7 +121,10 @@ def _remove_unowned(path: Path, user_id: int, kind: str, *, dry_run: bool) -> tu
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(descriptor), locked.lstat()):
             return Verdict.IN_USE, "another sweep was faster, and a new owner has taken the name"
-        left_s = kept_until(descriptor) - time.time() if kind == "kept" and locked == kept_lock(path) else 0.0
+        left_s = 0.0
+        if kind == "kept" and locked == kept_lock(path):
+            with contextlib.suppress(ValueError):
+                left_s = float(os.pread(descriptor, 32, 0)) - time.time()
         if left_s > 0:
             return Verdict.KEPT, f"a daemon of the same name can go on with it for {left_s:.0f} s more (pools.keep_s)"
         if not dry_run:
@@ -165,13 +151,13 @@ def _inode(found: os.stat_result) -> _Inode:
 
 
 def _lock_holders() -> dict[_Inode, int]:
-    """Which process holds the lock on which file, as far as the kernel shows it: for display, never for a decision."""
+    """Return the process that holds the lock of each file, as far as the kernel shows it: for display, never for a decision."""
     try:
         lines = _PROC_LOCKS.read_text(encoding="ascii").splitlines()
     except OSError:
         return {}
     holders = {}
-    for line in lines:  # "3: FLOCK  ADVISORY  WRITE 4242 00:19:77 0 EOF"; "->" instead of FLOCK is somebody who waits
+    for line in lines:  # "3: FLOCK  ADVISORY  WRITE 4242 00:19:77 0 EOF"; "->" instead of FLOCK is a process that waits
         words = line.split()
         if len(words) >= 6 and words[1] == "FLOCK":
             major, minor, inode = words[5].split(":")
@@ -183,21 +169,21 @@ def _lock_holders() -> dict[_Inode, int]:
 
 _LOOK_EVERY_S = 0.02
 _RENEWALS, _RENEW_EVERY_S = 10, 5.0
-"""The expiry is written anew so many times within the time for which files are kept, and at least so often."""
+"""The expiry is renewed this many times within the time for which files are kept, and at least so often."""
 
 
 class ForeignFilesError(RegistrationError):
-    """A name of kept files is taken by something that is no file of this user."""
+    """A name of kept files is taken, and not by a file of this user."""
 
 
 class KeptFiles(Closing):
     """The right to the files that a node's processes pass on, one after the other.
 
-    One process at a time has it: the one that holds the lock of their lock file, which the kernel takes from the dead. It writes
-    into that file, again and again, until when the others are to be kept if it ends now; whoever sweeps up reads that.
+    The process that holds the lock of their lock file has the right; the kernel takes the lock from a dead process. The holder
+    writes the expiry of the files into the lock file again and again, and a sweep reads it.
 
-    Any user of the host can make files in shared memory, and these names follow from those of instance and node. So a name counts
-    only where it is a regular file of this user.
+    Any user of the host can make files in shared memory, and these names follow from those of instance and node. Therefore only
+    regular files of this user count.
     """
 
     def __init__(self, lock: Path, descriptor: int, keep_s: float) -> None:
@@ -209,13 +195,12 @@ class KeptFiles(Closing):
         self._keep_s = keep_s
         self._renew_at_s = 0.0
         self.journal = lock.with_suffix(".journal")
-        """Where the journal of these files lies."""
 
     @classmethod
     def lock_files(cls, directory: Path, prefix: str, *, keep_s: float, wait_s: float) -> KeptFiles:
         """Get the right to the files whose names begin with `prefix`, which ends in `-keep`, at the latest after `wait_s`.
 
-        Raises RegistrationError while another process of this user has it, ForeignFilesError where a name is taken.
+        Raises RegistrationError when another process of this user keeps it, ForeignFilesError where a name is taken.
         """
         lock, deadline_s = directory / f"{prefix}.lock", time.monotonic() + wait_s
         while True:
@@ -223,7 +208,7 @@ class KeptFiles(Closing):
             try:
                 descriptor = _locked(lock)
             except OSError as error:
-                _require_own_names(directory, prefix)  # one may have been taken just now
+                _require_own_names(directory, prefix)  # a name may have been taken just now
                 raise RegistrationError(f"{lock} cannot be locked: {error}") from error
             if descriptor is not None:
                 found = cls(lock, descriptor, keep_s)
@@ -237,7 +222,7 @@ class KeptFiles(Closing):
             time.sleep(_LOOK_EVERY_S)
 
     def read_journal(self) -> bytes:
-        """Return the journal's bytes. Raises OSError, and waits for nobody, where it is no file of this user."""
+        """Return the journal's bytes. Raises OSError, without waiting, where the journal is no file of this user."""
         descriptor = os.open(self.journal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             if _why_foreign(os.fstat(descriptor)):
@@ -248,18 +233,18 @@ class KeptFiles(Closing):
             os.close(descriptor)
 
     def new_path(self, incarnation: str) -> Path:
-        """Return the beginning of the names of this process's pools: nobody who knew earlier names finds these files."""
+        """Return the beginning of the names of this process's pools: a process that knows earlier names does not find them."""
         return self.directory / f"{self._prefix}-{incarnation}"
 
     def pools(self) -> dict[str, list[Path]]:
-        """Return the pools' files by what their names have after the incarnation, as `twins.0`."""
+        """Return the pools' files by the end of their names after the incarnation, as `twins.0`."""
         found: dict[str, list[Path]] = {}
         for path in filter(_is_own, sorted(self.directory.glob(f"{self._prefix}-*"))):
             found.setdefault(path.name.removeprefix(f"{self._prefix}-").partition(".")[2], []).append(path)
         return found
 
     def remove_pools(self, *, besides: str = "") -> None:
-        """Remove every file but the lock, and but the pools of an incarnation."""
+        """Remove every file except the lock and the pools of the incarnation `besides`."""
         pools = [path for paths in self.pools().values() for path in paths]
         kept = [path for path in pools if besides and path.name.startswith(self.new_path(besides).name)]
         for path in (self.journal, *pools):
@@ -267,13 +252,13 @@ class KeptFiles(Closing):
                 path.unlink(missing_ok=True)
 
     def renew(self) -> None:
-        """Keep the files for the whole time again, should this process end now. Call it often."""
+        """Renew the expiry, for the case that this process ends now. Call it often."""
         if time.monotonic() >= self._renew_at_s:
             self._renew_at_s = time.monotonic() + min(_RENEW_EVERY_S, self._keep_s / _RENEWALS)
             self._write_expiry()
 
     def close(self, *, keep: bool = False) -> None:
-        """Give the right up; the files are kept for the next one, or removed. Harmless when closed."""
+        """Give the right up; keep the files for the next process, or remove them. Harmless when closed."""
         if self._descriptor < 0:
             return
         if keep:
@@ -289,7 +274,7 @@ class KeptFiles(Closing):
 
 
 def discard_files(directory: Path, prefix: str) -> None:
-    """Remove kept files whose names begin with `prefix`, unless another process has them."""
+    """Remove kept files whose names begin with `prefix`, unless another process has the right to them."""
     if (directory / f"{prefix}.lock").exists():
         with contextlib.suppress(RegistrationError), KeptFiles.lock_files(directory, prefix, keep_s=0.0, wait_s=0.0):
             log.info("kept_pools_removed", directory=str(directory), reason="pools.keep_s is 0")

@@ -204,8 +204,7 @@ class MemoryPool(Closing):
     def close(self) -> None:
         """Give up what the pool has made. No peer holds a manifest of it and nothing is in flight. Harmless when closed.
 
-        Raises ConflictError while views of files are in use; what could be closed is closed then, and `close` can be called
-        again.
+        Raises ConflictError while views of files are in use; what could be closed is closed then, and `close` can be called again.
         """
         close_all(self.mappings)
         self._allocations.close()

@@ -1,12 +1,11 @@
 """A file in shared memory, mapped: memory that several processes of one host address as their own.
 
-Who creates a file owns it and holds an advisory lock on it, which the kernel drops when the owner ends, however it ends: a
-file that can be locked belongs to nobody (`leftovers.py`). A new file has no name (O_TMPFILE) until it is locked and all of
-its memory is there, so nobody meets an unlocked or half-made one, and a creation that fails, or is killed, leaves nothing.
+The process that creates a file owns it and holds an advisory lock on it, which the kernel drops when the owner ends, however it
+ends: a file that can be locked belongs to nobody (`leftovers.py`). A new file has no name (O_TMPFILE) until it is locked and all of
+its memory is there, so nobody meets an unlocked or half-made file, and a creation that fails or is killed leaves nothing.
 
-The descriptor that holds the lock is the one that Python's mmap object keeps for itself; it is closed with the
-mapping, even when nobody calls `close`. Memory is handed out as memoryviews only: Python counts them, so a mapping
-cannot be closed under one of them.
+The descriptor that holds the lock is the one that Python's mmap object keeps for itself; it is closed with the mapping, even when
+nobody calls `close`. Memory is handed out as memoryviews only: Python counts them, so a mapping cannot be closed under one of them.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -27,7 +27,6 @@ from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationE
 from kvbridge.core.process import Closing
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.memory.extent import Extent, Progress, ignore_progress
-from kvbridge.pool.memory.memory_limits import tightest_limit
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL
 DEFAULT_CHUNK_BYTES = 64 << 20
@@ -73,7 +72,9 @@ class SharedMapping(Closing):
         Takes about a second for each 1 to 8 GiB; `on_progress` is called after each chunk. Raises RegistrationError,
         and leaves no file, when it exists, when memory does not suffice or when the directory cannot be used.
         """
-        path = _checked_path(Path(directory), name)
+        if not name or "/" in name or name.startswith("."):
+            raise InvalidInputError(f"a shared file needs a plain name, got '{name}'")
+        path = Path(directory) / name
         if length_bytes < 1 or chunk_bytes < mmap.PAGESIZE or threads < 1:
             raise InvalidInputError(
                 f"{path}: need length_bytes >= 1, chunk_bytes >= {mmap.PAGESIZE} and threads >= 1, "
@@ -84,7 +85,11 @@ class SharedMapping(Closing):
             mapping = cls(path, mmap.mmap(descriptor, length_bytes), owner=True)
             try:
                 mapping._populate(descriptor, on_progress, chunk_bytes // mmap.PAGESIZE * mmap.PAGESIZE, threads)
-                _give_name(descriptor, path)
+                # Only with a directory descriptor does os.link follow the link in /proc, as linkat(2) has it for O_TMPFILE.
+                os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+            except FileExistsError:
+                mapping.close()
+                raise _exists(path) from None
             except BaseException:
                 mapping.close()
                 raise
@@ -93,7 +98,7 @@ class SharedMapping(Closing):
 
     @classmethod
     def take_over(cls, old: Path, path: Path, *, wait_s: float, on_progress: Progress = ignore_progress) -> Self:
-        """Own a file that its owner has left, with what is in it, under another name.
+        """Own a file that its owner has left, with its content, under another name.
 
         The kernel has to say first that nobody has it open for writing, at the latest after `wait_s`. Nobody can come to it by the
         old name meanwhile. Raises RegistrationError when somebody has, or it cannot be owned; the file stays then, as it does
@@ -120,7 +125,7 @@ class SharedMapping(Closing):
         return mapping
 
     def leave(self) -> None:
-        """Let the file stay when it is closed, for whoever takes it over."""
+        """Let the file stay after `close`, for the next owner."""
         self._linked = False
 
     def share(self, group: int) -> None:
@@ -137,8 +142,8 @@ class SharedMapping(Closing):
     def open(cls, path: Path | str, owner: int | None = None) -> Self:
         """Map a file that another process has created, for reading and writing.
 
-        `owner`: whose it must be (default: this user's). Raises RegistrationError when it is not there, is empty, or is not ours
-        to open.
+        `owner`: the user to whom it must belong (default: this one). Raises RegistrationError when the file is not there, is empty,
+        or this process may not open it.
         """
         path = Path(path)
         try:
@@ -190,7 +195,7 @@ class SharedMapping(Closing):
 
     @property
     def closed(self) -> bool:
-        """True if the mapping is gone."""
+        """True after the mapping is gone."""
         return self._mapped.closed
 
     def close(self) -> None:
@@ -220,7 +225,7 @@ class SharedMapping(Closing):
 
     def _populate(self, descriptor: int, on_progress: Progress, chunk_bytes: int, threads: int) -> None:
         """Bring every page into memory, in parallel. Without this, the first write after memory ran out is a SIGBUS."""
-        _libc.madvise(self._address, self.length_bytes, _MADV_HUGEPAGE)  # a wish: kernels may refuse it
+        _libc.madvise(self._address, self.length_bytes, _MADV_HUGEPAGE)  # kernels may ignore it
         chunks = [
             (start, min(chunk_bytes, self.length_bytes - start)) for start in range(0, self.length_bytes, chunk_bytes)
         ]
@@ -241,18 +246,22 @@ class SharedMapping(Closing):
         if _libc.madvise(self._address + start, length, _MADV_POPULATE_WRITE) == 0:
             return
         code = ctypes.get_errno()
-        if code == errno.EINVAL:  # Linux before 5.14
-            code = _allocate_chunk(descriptor, start, length)
-        if code:
-            limit = tightest_limit(self.path.parent)
-            raise RegistrationError(
-                f"no memory for {self.path} ({self.length_bytes} bytes) at byte {start}: {os.strerror(code)}; "
-                f"{limit.name} has {limit.available_bytes} bytes left; {limit.cure}, or configure fewer pages"
-            )
+        if code == errno.EINVAL:  # Linux before 5.14: the file system reserves the memory
+            try:
+                os.posix_fallocate(descriptor, start, length)
+            except OSError as error:
+                code = error.errno or errno.EIO
+            else:
+                return
+        limit = tightest_limit(self.path.parent)
+        raise RegistrationError(
+            f"no memory for {self.path} ({self.length_bytes} bytes) at byte {start}: {os.strerror(code)}; "
+            f"{limit.name} has {limit.available_bytes} bytes left; {limit.cure}, or configure fewer pages"
+        )
 
 
 def close_all(mappings: Iterable[SharedMapping]) -> None:
-    """Close every mapping, also those behind one that is still in use; ConflictError for the first such one then."""
+    """Close every mapping that is not in use. Raises the ConflictError of the first one in use, after all others are closed."""
     busy: list[ConflictError] = []
     for mapping in mappings:
         try:
@@ -263,14 +272,8 @@ def close_all(mappings: Iterable[SharedMapping]) -> None:
         raise busy[0]
 
 
-def _checked_path(directory: Path, name: str) -> Path:
-    if not name or "/" in name or name.startswith("."):
-        raise InvalidInputError(f"a shared file needs a plain name, got '{name}'")
-    return directory / name
-
-
 def require_memory(path: Path | str, length_bytes: int) -> None:
-    """Raise RegistrationError, with cause and cure, when a new file `path` of that length would not find memory."""
+    """Raise RegistrationError, with cause and cure, when there is no memory for a new file `path` of that length."""
     path = Path(path)
     if not path.parent.is_dir():
         raise RegistrationError(
@@ -286,7 +289,7 @@ def require_memory(path: Path | str, length_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _nameless_file(path: Path, length_bytes: int) -> Iterator[int]:
-    """A locked file of that length in the directory of `path`, without a name. A mapping made of it keeps the lock."""
+    """Yield a locked file of that length in the directory of `path`, without a name. A mapping made of it keeps the lock."""
     if path.exists():
         raise _exists(path)
     try:
@@ -303,14 +306,6 @@ def _nameless_file(path: Path, length_bytes: int) -> Iterator[int]:
             f"{path.parent} must be a writable tmpfs such as /dev/shm, and limits on file size and address space "
             f"must allow it"
         ) from error
-
-
-def _give_name(descriptor: int, path: Path) -> None:
-    try:
-        # Only with a directory descriptor does os.link follow the link in /proc, as linkat(2) has it for O_TMPFILE.
-        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
-    except FileExistsError:
-        raise _exists(path) from None
 
 
 def _await_no_writers(path: Path, deadline_s: float) -> None:
@@ -341,10 +336,107 @@ def _exists(path: Path) -> RegistrationError:
     )
 
 
-def _allocate_chunk(descriptor: int, start: int, length: int) -> int:
-    """Reserve memory through the file system; returns an errno, 0 when it is there."""
+# ------------------------------------------------------------------------------------------- limits of memory
+
+# The kernel charges pages of a shared-memory file to the control group of the process that touches them first. A process that goes
+# over that limit gets no error, but meets the OOM killer. The limits are looked up before.
+
+PROC = Path("/proc")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+_IN_MEMORY = {0x0102_1994: "tmpfs", 0x9584_58F6: "hugetlbfs"}
+"""`f_type` of statfs(2)."""
+_STATFS_BYTES = 256
+"""More than the length of `struct statfs`, which begins with `f_type`, a long."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A limit of memory, the bytes that are left, and what an operator can do."""
+
+    name: str
+    available_bytes: int
+    cure: str
+
+
+def why_not_memory(directory: Path) -> str:
+    """Return why files in `directory` would not be shared memory; empty when they would be."""
+    status = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.statfs(os.fsencode(directory), status) != 0:
+        return f"{directory}: {os.strerror(ctypes.get_errno())}"
+    if not directory.is_dir():
+        return f"{directory} is not a directory"
+    kind = ctypes.c_long.from_buffer(status).value & 0xFFFF_FFFF
+    return "" if kind in _IN_MEMORY else f"{directory} is on a file system of type {kind:#x}, not in memory"
+
+
+def tightest_limit(directory: Path) -> MemoryLimit:
+    """Return the limit that a new file in `directory` would meet first."""
+    status = os.statvfs(directory)
+    own = MemoryLimit(
+        name=f"file system of {directory}",
+        available_bytes=status.f_bavail * status.f_frsize,
+        cure=f"enlarge {directory} (docker: --shm-size; kubernetes: an emptyDir with medium Memory; "
+        f"else: mount -o remount,size=... {directory}) or remove what fills it",
+    )
+    return min(
+        [own, *machine_limits(PROC / "meminfo"), *control_group_limits()], key=lambda limit: limit.available_bytes
+    )
+
+
+def control_group_limits(proc: Path = PROC, root: Path = CGROUP_ROOT) -> list[MemoryLimit]:
+    """Return the memory limits of this process's control groups and of all their parents, of version 1 and 2."""
     try:
-        os.posix_fallocate(descriptor, start, length)
-    except OSError as error:
-        return error.errno or errno.EIO
-    return 0
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            found += _walk(root, path, ("memory.max", "memory.current", "inactive_file"))
+        elif "memory" in controllers.split(","):
+            found += _walk(
+                root / "memory", path, ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            )
+    return found
+
+
+def _walk(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[MemoryLimit]:
+    """Read every group from the process's own up to the root. A container may not see its own group."""
+    limit_name, usage_name, cache_name = names
+    own = root / path.lstrip("/")
+    for group in (own, *own.parents):
+        limit, usage = _read_number(group / limit_name), _read_number(group / usage_name)
+        if limit is not None and usage is not None and limit < 2**60:  # "no limit" of version 1 is close to 2^63
+            yield MemoryLimit(
+                name=f"memory limit of control group {group}",
+                available_bytes=max(0, limit - usage + _read_statistic(group / "memory.stat", cache_name)),
+                cure="raise the memory limit of the container or unit (it counts shared memory too)",
+            )
+        if group == root:
+            return
+
+
+def machine_limits(meminfo: Path = PROC / "meminfo") -> list[MemoryLimit]:
+    """Return the limit that is this machine's memory."""
+    kibibytes = _read_statistic(meminfo, "MemAvailable:")
+    if not kibibytes:
+        return []
+    return [MemoryLimit("memory of this machine", kibibytes * 1024, "end other processes or use a larger machine")]
+
+
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file; None when there is no file or its content is "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _read_statistic(path: Path, name: str) -> int:
+    """Return the number behind `name` in a file of "name number" lines; 0 when there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(words[1]) for line in lines if len(words := line.split()) > 1 and words[0] == name), 0)

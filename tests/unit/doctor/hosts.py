@@ -14,7 +14,7 @@ from kvbridge.doctor.network import Interface, Network, RdmaPort
 from kvbridge.doctor.reach import Answer, Handshake, Reach
 from kvbridge.doctor.run import Host
 from kvbridge.doctor.software import Software
-from kvbridge.pool.memory.memory_limits import MemoryLimit
+from kvbridge.pool.memory.shared_mapping import MemoryLimit
 
 GIB = 1 << 30
 ModelT = TypeVar("ModelT", bound=BaseModel)

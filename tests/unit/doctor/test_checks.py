@@ -12,7 +12,7 @@ from kvbridge.doctor.findings import Finding, Level, Needs
 from kvbridge.doctor.machine import Directory, Limit, SharedDirectory
 from kvbridge.doctor.reach import Answer, Handshake
 from kvbridge.doctor.run import CHECKS, Host, examine
-from kvbridge.pool.memory.memory_limits import MemoryLimit
+from kvbridge.pool.memory.shared_mapping import MemoryLimit
 from tests.unit.doctor.hosts import GIB, HEALTHY, INFINIBAND, NEEDS, ROCE, changed
 
 GPU, OTHER_GPU = HEALTHY.machine.gpus

@@ -10,11 +10,16 @@ import pytest
 
 from kvbridge.core.errors import ConflictError, RegistrationError, UnsupportedError
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory import gpu_memory, stream_points
+from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.pool.memory.gpu_memory import HostRegistration, device_by_uuid, device_uuid, registered_ranges
+from kvbridge.pool.memory.gpu_memory import (
+    HostRegistration,
+    StreamPoints,
+    device_by_uuid,
+    device_uuid,
+    registered_ranges,
+)
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.pool.memory.stream_points import StreamPoints
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.stand_in_cuda import cuda_stand_in
 
@@ -115,8 +120,8 @@ def test_an_event_of_another_process_is_opened_on_its_own_device_alone(
     stand_in: cuda_stand_in.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as other_process:
-        other_process.setattr(stream_points, "_own", {})
-        point = stream_points.EventRing.on(1).record(0)
+        other_process.setattr(gpu_memory, "_own_events", {})
+        point = gpu_memory.EventRing.on(1).record(0)
     stand_in.contexts.clear()
     points = StreamPoints()
     assert points.reached([point])

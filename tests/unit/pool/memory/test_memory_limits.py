@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbridge.pool.memory import memory_limits
-from kvbridge.pool.memory.memory_limits import control_group_limits, tightest_limit
+from kvbridge.pool.memory import shared_mapping
+from kvbridge.pool.memory.shared_mapping import control_group_limits, tightest_limit
 
 
 def group(path: Path, **files: str) -> None:
@@ -40,7 +40,7 @@ def test_version_1_and_a_group_that_the_container_does_not_see(tmp_path):
 
 
 def test_without_control_groups_the_file_system_and_the_machine_count(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_limits, "PROC", tmp_path)
+    monkeypatch.setattr(shared_mapping, "PROC", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    3 kB\n")
     assert control_group_limits(tmp_path, tmp_path) == []
     assert tightest_limit(tmp_path).available_bytes == 3 * 1024

@@ -9,8 +9,7 @@ import pytest
 
 from kvbridge.core.errors import ConflictError, RegistrationError
 from kvbridge.pool.memory import shared_mapping
-from kvbridge.pool.memory.memory_limits import MemoryLimit
-from kvbridge.pool.memory.shared_mapping import SharedMapping, close_all
+from kvbridge.pool.memory.shared_mapping import MemoryLimit, SharedMapping, close_all
 
 MIB = 1 << 20
 

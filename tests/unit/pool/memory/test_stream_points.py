@@ -4,8 +4,8 @@ import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.pool.memory import stream_points
-from kvbridge.pool.memory.stream_points import FEWEST_EVENTS, EventRing, StreamPoints
+from kvbridge.pool.memory import gpu_memory
+from kvbridge.pool.memory.gpu_memory import FEWEST_EVENTS, EventRing, StreamPoints
 from tests.helpers.fake_cuda import FakeEvent
 
 UUID = "ab" * 16
@@ -32,7 +32,7 @@ def ring():
     yield made
     made.ring.close()
     assert not any(event.closed for event in made.events), "another process may still ask for them"
-    assert stream_points._own == {}
+    assert gpu_memory._own_events == {}
 
 
 class Others:
@@ -108,7 +108,7 @@ def test_one_that_cannot_be_asked_is_an_error_of_the_engine(ring):
 
 
 def test_the_ring_that_was_asked_for_longest_ago_is_closed_when_there_are_many(ring, monkeypatch):
-    monkeypatch.setattr(stream_points, "MOST_RINGS", 2)
+    monkeypatch.setattr(gpu_memory, "MOST_RINGS", 2)
     theirs = Others()
     asked = StreamPoints(theirs.open)
     for number, name in enumerate(["a", "b", "a", "c"]):
