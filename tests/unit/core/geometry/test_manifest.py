@@ -16,47 +16,19 @@ from kvbridge.core.geometry.manifest import (
     check_manifest,
     fingerprint,
     first_difference,
-    lane_interval,
 )
 from kvbridge.core.geometry.models import PRESETS, preset
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import MemoryKind, Rank
+from tests.helpers.manifests import Instance
 
 TINY = preset("tiny-v4")
 RANK = Rank(pp=0, tp=0)
-BASE = 0x7F00_0000_0000
 
 
-def manifest_of(geometry, *, host=(), tp=0, tp_size=1, page_count=5):
-    """A true manifest: every region in an extent of its own, one after another."""
-    regions, address = [], BASE
-    for part in geometry.components:
-        start, stop = lane_interval(part, tp, tp_size)
-        page_bytes = part.page_bytes(stop - start)
-        for layer in part.layers:
-            regions.append(
-                Region(
-                    component=part.kind,
-                    layer=layer,
-                    space=Space.HOST if part.kind in host else part.space,
-                    memory=MemoryKind.DRAM,
-                    extent_addresses=(address,),
-                    pages_per_extent=page_count,
-                    page_count=page_count,
-                    page_bytes=page_bytes,
-                    page_stride_bytes=page_bytes,
-                    lane_start=start,
-                    lane_stop=stop,
-                )
-            )
-            address += page_bytes * page_count
-    return RankManifest(
-        fingerprint=fingerprint(geometry),
-        rank=Rank(pp=0, tp=tp),
-        pp_size=1,
-        tp_size=tp_size,
-        regions=tuple(regions),
-    )
+def manifest_of(geometry, host=()):
+    """A true manifest of five pages in each space."""
+    return Instance(geometry, dict.fromkeys(Space, 5)).with_host(*host).manifests()[0]
 
 
 def with_region(manifest, index, **changes):
@@ -72,7 +44,7 @@ def index_of(manifest, kind, layer):
     )
 
 
-@pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3.2", "tiny-v4", "tiny-gqa"])
+@pytest.mark.parametrize("name", PRESETS)
 def test_true_manifests_pass(name):
     geometry = preset(name)
     check_manifest(manifest_of(geometry), geometry)
