@@ -1,7 +1,7 @@
 """Copies between device pages and their host copies: all layers and components of a rank at once.
 
-A page of `full` and its host copy are the same bytes; a host copy of a page of `swa` has the rows that are live at a page's end
-(`core.geometry.tiers`). Both directions do the same with the sides exchanged. The processor, the kernel or the copy engines copy.
+A page of `full` and its host copy are the same bytes. A host copy of a page of `swa` has only the rows that are live at a page's
+end (`core.geometry.tiers`). The processor, the copy kernel or the copy engines do the copying.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart
 
 DEFAULT_BLOCKS = 8
-"""Blocks of the copy kernel that copies beside compute use in either direction."""
+"""Blocks of the copy kernel for copies beside compute, in either direction."""
 MOST_GROUPS = 8
-"""Parts of a load that are waited for apart, each of as many layers: each is a launch of its own."""
+"""The most groups of layers in a load. A stream can wait for each; each is a launch of its own."""
 RESERVED_OPERATIONS, RESERVED_SUBMISSIONS = 8192, 16
-"""What is on its way to the kernel before more page-locked memory is made for it, which may wait for the device."""
+"""Page-locked memory is made for so much at first; to make more may wait for the device."""
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
 class Direction(StrEnum):
-    """The way that pages go."""
+    """The direction of a copy."""
 
     BACKUP = "backup"
     """From the device to the host."""
     LOAD_BACK = "load_back"
-    """From the host to a device."""
+    """From the host to the device."""
 
 
 def copy_backend(wish: CopyBackend | None, *, host: HostLayout, device: DeviceLayout) -> CopyBackend:
-    """Return the backend for these layouts: the copy engines where a page is one stretch on both sides, else the kernel.
+    """Return the backend for these layouts: the copy engines if a page is one stretch on both sides, else the kernel.
 
-    Raises ConfigError with the reason when a wish cannot be met.
+    Raises ConfigError when a wish cannot be met.
     """
     is_stretch = host is HostLayout.PAGE_FIRST and device is DeviceLayout.PAGE_FIRST
     if wish is CopyBackend.DIRECT and not is_stretch:
@@ -64,21 +64,21 @@ def copy_backend(wish: CopyBackend | None, *, host: HostLayout, device: DeviceLa
 
 @dataclass(frozen=True, slots=True)
 class CopyMeans:
-    """The means by which copies are made."""
+    """The means of copying."""
 
     backend: CopyBackend = CopyBackend.KERNEL
     device: int | None = None
-    """CUDA ordinal of this process; None for the CPU, which copies before `copy` returns."""
+    """CUDA ordinal in this process; None: the CPU, which copies before `copy` returns."""
     blocks: int = DEFAULT_BLOCKS
-    """Blocks of the kernel, 512 threads each."""
+    """Blocks of the kernel, each of 512 threads."""
 
 
 Shares = Mapping[ComponentKind, tuple[int, int]]
-"""(k, n) for a component whose pages this rank shares with n - 1 others of its node: it copies those at positions k, k + n, ..."""
+"""(k, n) for a component that n ranks of a node hold alike: this rank copies the pages at positions k, k + n, ..."""
 
 
 def backup_shares(geometry: ModelGeometry, part: RankPart, stage_tp_ranks: Sequence[int]) -> Shares:
-    """Return which pages a rank backs up, where ranks of its stage on this node hold the same lanes and share the host copies."""
+    """Return the pages that a rank backs up, where ranks of its stage on this node hold the same lanes and share host copies."""
     shares = {}
     for component in geometry.components:
         mine = part.lanes(component)
@@ -90,24 +90,24 @@ def backup_shares(geometry: ModelGeometry, part: RankPart, stage_tp_ranks: Seque
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """Bytes that are copied of every page of one region: the regions begin where the bytes of page 0 do."""
+    """Bytes that are copied of every page of a region. Both regions begin at the bytes of page 0."""
 
     group: int
     table: int
-    """Which list of ids names the pages."""
+    """Position of the list of ids that names the pages."""
     source: Region
     destination: Region
     length_bytes: int
 
     def form(self) -> tuple[int, int, bool, list[tuple[int, int, int]]]:
-        """Return what pairs have in common whose addresses are computed together."""
+        """Return a value that is equal for pairs whose addresses can be computed together."""
         regions = (self.source, self.destination)
         forms = [(len(one.extent_addresses), one.pages_per_extent, one.page_stride_bytes) for one in regions]
         dense = all(region.page_stride_bytes == self.length_bytes for region in regions)
         return self.group, self.table, dense, forms
 
     def followed_by(self, other: _Pair) -> bool:
-        """Return whether the bytes of another pair lie behind these in every page on both sides."""
+        """Return whether the bytes of another pair follow these in every page on both sides."""
         whole = self.length_bytes + other.length_bytes
         sides = ((self.source, other.source), (self.destination, other.destination))
         return (self.group, self.table) == (other.group, other.table) and all(
@@ -122,7 +122,7 @@ class _Pair:
 
 
 def joined(pairs: Sequence[_Pair]) -> list[_Pair]:
-    """Make one pair of those whose bytes follow each other in every page on both sides."""
+    """Join pairs whose bytes follow each other in every page on both sides."""
     found: list[_Pair] = []
     for pair in sorted(pairs, key=lambda one: (one.group, one.table, one.source.extent_addresses)):
         if found and found[-1].followed_by(pair):
@@ -134,7 +134,7 @@ def joined(pairs: Sequence[_Pair]) -> list[_Pair]:
 
 
 class _Part:
-    """Pairs of one form, whose copies are computed together."""
+    """Pairs of one form."""
 
     def __init__(self, pairs: Sequence[_Pair]) -> None:
         self.table = pairs[0].table
@@ -146,7 +146,7 @@ class _Part:
         self._dense = all(side.stride_bytes == length for side in self._sides for length in self._lengths.tolist())
 
     def columns(self, source: PageIdArray, destination: PageIdArray) -> npt.NDArray[np.uint64]:
-        """Return sources, destinations and lengths of the copies of listed pages: uint64 [3, copies]. The ids exist."""
+        """Return sources, destinations and lengths of the copies of these pages: uint64 [3, copies]. The ids exist."""
         here, there = source.astype(np.int64), destination.astype(np.int64)
         pages = np.ones(len(source), dtype=np.uint64)
         if self._dense:
@@ -160,9 +160,9 @@ class _Part:
 
 
 class HostCopier(Closing):
-    """Copies pages of one rank to the host, or back: all layers and components of them.
+    """Copies pages of one rank to the host, or back: all layers and components.
 
-    The caller orders its copies among themselves, by one stream. Used by one thread; not under graph capture.
+    The caller orders its copies by using one stream. Used by one thread; not under graph capture.
     """
 
     def __init__(
@@ -175,18 +175,18 @@ class HostCopier(Closing):
         means: CopyMeans | None = None,
         shares: Shares | None = None,
     ) -> None:
-        """`device_regions`: the rank's; those without host copies are left alone. `copies`: the node's.
+        """`device_regions`: the rank's; those without host copies are ignored. `copies`: the node's.
 
         All regions are at addresses of this process and, for a GPU, on it or registered with CUDA, until `close`. Raises
-        InvalidInputError when nothing of the rank has host copies, UnsupportedError for what the GPU cannot copy.
+        InvalidInputError when no region of the rank has host copies, UnsupportedError for what the GPU cannot copy.
         """
         means = means or CopyMeans()
         self._direction = direction
         self._device = means.device
         self._lists: list[tuple[IndexSpace, int, int]] = []
-        """The lists of ids that pairs name by their position: of a space, from position k on every n-th."""
+        """The lists of ids that pairs name by position: (space, k, n) stands for every n-th id of a space from position k on."""
         self._page_counts: dict[IndexSpace, tuple[int, int]] = {}
-        """Pages of the device and of the host copies."""
+        """Numbers of device pages and of host copies."""
         by_place = {(region.component, region.layer, region.space): region for region in copies}
         matched = [
             (region, by_place[place])
@@ -198,7 +198,7 @@ class HostCopier(Closing):
             raise InvalidInputError("no component of this rank has host copies among the regions that were given")
         by_kernel = means.device is not None and means.backend is CopyBackend.KERNEL
         layers = sorted({region.layer for region, _ in matched})
-        # Only loads are waited for layer by layer, and a batch of the engines makes all layers in any order.
+        # Only loads are waited for layer by layer, and the copy engines make all layers of a batch in any order.
         count = min(MOST_GROUPS, len(layers)) if by_kernel and direction is Direction.LOAD_BACK else 1
         self._groups = {layer: position * count // len(layers) for position, layer in enumerate(layers)}
         pairs: list[_Pair] = []
@@ -226,15 +226,16 @@ class HostCopier(Closing):
             self._copier.reserve(RESERVED_OPERATIONS, RESERVED_SUBMISSIONS)
             self._copier.warm_up()
         self._pending: deque[tuple[int, list[runtime.Event]]] = deque()
-        """Copies on a GPU that are not known to be done: the ticket, and an event behind each group."""
+        """Copies on a GPU that are not known to be done: the ticket, and an event after each group."""
         self._free: list[runtime.Event] = []
         self._last = self._done = 0
 
     def copy(self, moves: PageMoves, *, stream: int = 0) -> int:
         """Begin to copy pages, and return a ticket; the arrays may be written again at once. No destination occurs twice.
 
-        `stream`: the handle of a stream of the GPU, not the default one with `direct`. Raises InvalidInputError for arrays of two
-        lengths and for spaces without host copies here, PageOutOfBoundsError for ids that do not exist; then nothing is copied.
+        `stream`: handle of a stream of the GPU; not the default stream with the copy engines. Raises InvalidInputError for arrays
+        of two lengths and for spaces without host copies here, PageOutOfBoundsError for ids that do not exist; nothing is copied
+        then.
         """
         for space, ids in moves.items():
             self._check(space, *ids)
@@ -259,9 +260,10 @@ class HostCopier(Closing):
         return self._last
 
     def wait_layer(self, layer: int, ticket: int, *, stream: int = 0) -> None:
-        """Have a stream wait until a copy is done with what a layer (its global id) needs; the host does not wait.
+        """Have a stream wait until a copy has made what a layer (its global id) needs; the host does not wait.
 
-        That is when the whole copy is done, for backups and with `direct`. A layer of which nothing is copied needs nothing.
+        A backup, and a copy by the copy engines, has no groups of layers: the stream waits for all of it. A layer of which nothing
+        is copied needs nothing.
         """
         group = self._groups.get(layer)
         if group is not None:
@@ -276,7 +278,7 @@ class HostCopier(Closing):
             self._pending[ticket - self._pending[0][0]][1][group].hold(stream)
 
     def done(self, ticket: int) -> bool:
-        """Return whether a copy is done; never waits. Raises TransportError when the GPU has failed."""
+        """Return whether a copy is done, without waiting. Raises TransportError when the GPU has failed."""
         if not 1 <= ticket <= self._last:
             raise InvalidInputError(f"there is no copy {ticket} among the {self._last} that were begun")
         while self._pending and self._pending[0][1][-1].reached():
@@ -288,7 +290,7 @@ class HostCopier(Closing):
         self._free += marks
 
     def close(self) -> None:
-        """Wait for the copies that were begun, and give back what they needed. Harmless when closed."""
+        """Wait for the copies that were begun, and give back their resources. Harmless when closed."""
         while self._pending:
             self._pending[0][1][-1].synchronize()
             self._free_first()

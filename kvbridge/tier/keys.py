@@ -42,23 +42,23 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 
 class PrefixIdentity(FrozenModel):
-    """The facts that a key names beside tokens: prefixes of two identities never meet."""
+    """The facts that a key names beside tokens: prefixes of two identities have no key in common."""
 
     model: str
     revision: str
-    """A revision of the weights, or their digest. Weights that compute differently must not have the same."""
+    """A revision of the weights, or their digest. Weights that compute differently must have different revisions."""
     fingerprint: str
-    """Fingerprint of the geometry: form and encoding of the rows."""
+    """The fingerprint of the geometry: form and encoding of the rows."""
     tokens_per_page: Positive
     adapter: str = ""
-    """The adapter of the model (LoRA) that computes; empty: none."""
+    """The adapter (LoRA) of the model; empty: none."""
     namespace: str = ""
-    """The group that shares: prompts of two namespaces have no key in common. A namespace is no secret: nodes see to it that nobody
-    finds pages by the keys of another namespace (`Keys.in_namespace`)."""
+    """The group that shares prefixes. A namespace is no secret: nodes see to it that nobody finds pages by the keys of another
+    namespace (`Keys.in_namespace`)."""
 
     @property  # not cached: a copy with another namespace would keep the value
     def root(self) -> bytes:
-        """The stand-in for a key before the first page."""
+        """Stands for the key before the first page."""
         fields = (self.model, self.revision, self.fingerprint, str(self.tokens_per_page), self.adapter, self.namespace)
         encoded = [field.encode() for field in fields]
         return _hash(DOMAIN + b"".join(struct.pack("<I", len(field)) + field for field in encoded))
@@ -66,14 +66,14 @@ class PrefixIdentity(FrozenModel):
 
 @dataclass(frozen=True, slots=True)
 class Keys(Sequence[bytes]):
-    """The keys of a prompt's first pages, in order: a sequence of 16-byte strings, kept as one.
+    """The keys of a prompt's first pages, in order: a sequence of 16-byte strings, kept as one string.
 
     Raises InvalidInputError for a number of bytes that is no multiple of 16.
     """
 
     data: bytes = b""
     end: bytes = field(default=b"", compare=False)
-    """The end key of the prompt; empty: it ends with a whole page, or nobody has said how it ends."""
+    """The end key of the prompt; empty: the prompt ends with a whole page, or nobody has stated the end."""
 
     def __post_init__(self) -> None:
         if len(self.data) % KEY_BYTES:
@@ -81,7 +81,7 @@ class Keys(Sequence[bytes]):
 
     @classmethod
     def of(cls, keys: Sequence[bytes]) -> Self:
-        """Join keys. Raises InvalidInputError for one that has not 16 bytes."""
+        """Join keys. Raises InvalidInputError for a key that has not 16 bytes."""
         for key in keys:
             if len(key) != KEY_BYTES:
                 raise InvalidInputError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
@@ -106,22 +106,22 @@ class Keys(Sequence[bytes]):
         return type(self)(self.data[start * KEY_BYTES : max(start, stop) * KEY_BYTES])
 
     def to_list(self) -> list[bytes]:
-        """Return all keys: much faster than one at a time."""
+        """Return all keys; much faster than one at a time."""
         found: list[bytes] = np.frombuffer(self.data, dtype=f"V{KEY_BYTES}").tolist()
         return found
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that name all of these keys and their number; nothing for no keys.
+        """32 bytes that name all of these keys and their number; empty for no keys.
 
-        A digest is twice as long as a key, since an attacker may choose two lists so that they have one digest.
+        A digest is twice as long as a key, because an attacker may look for two lists with the same digest.
         """
         if not self.data:
             return b""
         return hashlib.blake2b(struct.pack("<I", len(self)) + self.data, digest_size=32, usedforsecurity=False).digest()
 
     def shared_with(self, other: Keys) -> int:
-        """Return the number of first pages that are the same in both."""
+        """Return how many first pages are the same in both."""
         count = min(len(self), len(other))
         size = count * KEY_BYTES
         if self.data[:size] == other.data[:size]:
@@ -132,9 +132,10 @@ class Keys(Sequence[bytes]):
     def in_namespace(self, namespace: str) -> Self:
         """Return the names under which a node, its journal, its store and bootstrap keep these pages for a namespace.
 
-        Each name is the key, exclusive or a hash of the namespace and the first key: prompts of one namespace share names as far as
-        they share pages. A caller who knows the keys of another namespace finds no first key that leads to its names, so a run of
-        names from the first page on is one namespace's. A single name proves nothing unless it is that of a first page.
+        Each name is the key, exclusive or a hash of the namespace and the first key. Prompts of one namespace thus share names as
+        far as they share pages. A caller who knows the keys of another namespace finds no first key that leads to its names, so a
+        run of names from the first page on belongs to one namespace. A single name proves nothing unless it is that of a first
+        page.
         """
         if not self.data:
             return self
@@ -148,21 +149,21 @@ class Keys(Sequence[bytes]):
 
 NO_KEYS = Keys()
 Link = tuple[bytes, bytes]
-"""The key of a page, behind that of the page before it; nothing stands before the first page of a prompt."""
+"""The key of the page before, empty for the first page of a prompt, and the key of a page."""
 
 
 def page_keys(identity: PrefixIdentity, tokens: TokenIds) -> Keys:
     """Return the keys of all whole pages of a prompt, and its end key, from its token ids (a sequence or one-dimensional array).
 
-    Raises InvalidInputError unless they are unsigned 32-bit integers.
+    Raises InvalidInputError unless the ids are unsigned 32-bit integers.
     """
     return extend_keys(identity, Keys(), tokens)
 
 
 def extend_keys(identity: PrefixIdentity, keys: Keys, tokens: TokenIds) -> Keys:
-    """Return `keys` and, behind them, those of the whole pages among `tokens`, the token ids that follow the pages of `keys`.
+    """Return `keys` and, behind them, the keys of the whole pages among `tokens`, the token ids that follow.
 
-    A longer prompt costs only its further tokens. Errors as for `page_keys`.
+    A longer prompt thus costs only its further tokens. Raises as `page_keys`.
     """
     size = 4 * identity.tokens_per_page
     data = memoryview(_encoded(tokens))

@@ -1,14 +1,16 @@
-"""A store of files: each object one file of a directory, whole or not there, and all of them together no more than so many bytes.
+"""A store of files: each object is one file of a directory, whole or not there, and all of them take at most so many bytes.
 
     DIRECTORY/3f/NAME    an object, in one of 256 directories by the last digits of its name
 
-An object is written to a file without a name (O_TMPFILE), which goes with its process however that ends, and gets its name when it
-is whole and there is room for it. Objects that are being written come on top of the bound, one for each thread. Several daemons of
-one host may use a directory: each counts the objects there when it starts and its own changes, so each has a bound of its own.
+An object is written to a file without a name (O_TMPFILE), which vanishes with its process however that ends. The file gets its name
+when it is whole and there is room for it. Objects that are being written come on top of the bound, one for each thread. Several
+daemons of a host may use a directory: each counts the objects there when it starts, then its own changes, and has a bound of its
+own.
 
 The longest unused objects go first, by the time of modification, which a use renews: the oldest eighth of at least a thousand
-objects, which are a fair sample since names are hashes. Reading takes no lock: a file that is gone is a miss, and a file that goes
-meanwhile stays readable. Nothing is flushed to the disk: objects that a power failure has left are compared like all others.
+objects, which are a fair sample since names are hashes. Reading takes no lock: a file that is gone is a miss, and a file that is
+removed meanwhile stays readable. Nothing is flushed to the disk: objects that a power failure has left are compared like all
+others.
 """
 
 from __future__ import annotations
@@ -34,8 +36,7 @@ from kvbridge.tier.stores.objects import is_object_name
 log = structlog.get_logger(__name__)
 
 SAMPLE = 1_000
-_VECTORS = 1024
-"""IOV_MAX."""
+_VECTORS = 1024  # IOV_MAX
 _libc = ctypes.CDLL(None, use_errno=True)
 _preadv, _pwritev = _libc.preadv, _libc.pwritev
 for _call in (_preadv, _pwritev):
@@ -50,14 +51,14 @@ class FileStore:
     capabilities = Capabilities(kind="files", batch=4)
 
     def __init__(self, settings: FileStoreSettings) -> None:
-        """Open the directory and count what is in it. Raises ConfigError when it cannot be used."""
+        """Open the directory and count its objects. Raises ConfigError when it cannot be used."""
         self._max_bytes, self._directory = settings.max_bytes, settings.directory
         self._changing = threading.Lock()
         """Held by whoever adds or removes an object."""
         self.total_bytes = 0
         """Bytes of all objects, as far as this process knows."""
         self._turn = cycle(_FOLDERS)
-        """The folders in the order in which they are looked through for what is old."""
+        """The folders, in the order in which they are searched for old objects."""
         directory = self._directory
         with ExitStack() as opened:
             try:
@@ -76,7 +77,7 @@ class FileStore:
             self._closing = opened.pop_all()
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Raises NotReadyError when the directory is not what was opened any more."""
+        """Write files. Raises NotReadyError when somebody has removed the directory."""
         return _each(objects, until_s, lambda each: self._put(each, until_s))
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
@@ -92,7 +93,7 @@ class FileStore:
         return _each(names, until_s, lambda name: self._remove(name, until_s))
 
     def clear(self, prefix: str, until_s: float) -> Answer:
-        """A folder at a time, so that others' requests have their turn."""
+        """Remove files, a folder at a time, so that others' requests have their turn."""
         cleared = 0
 
         def clear_folder(folder: str) -> Outcome:
@@ -172,7 +173,7 @@ class FileStore:
 
     @contextmanager
     def _alone(self, until_s: float) -> Iterator[None]:
-        """Keep other threads from changing the directory. Raises _LateError when others do so for too long."""
+        """Keep other threads from changing the directory. Raises _LateError when they do not let go in time."""
         if not self._changing.acquire(timeout=max(0.0, until_s - monotonic())):
             raise _LateError("other requests keep the store's directory busy")
         try:
@@ -181,9 +182,9 @@ class FileStore:
             self._changing.release()
 
     def _name(self, descriptor: int, name: str) -> bool:
-        """Give a file without a name one, unless there is an object of that name."""
+        """Give a file its name, unless there is an object of that name."""
         try:
-            # `dst_dir_fd` is what makes this follow the link to the file.
+            # Only with `dst_dir_fd` does this follow the link to the file.
             os.link(f"/proc/self/fd/{descriptor}", _path(name), dst_dir_fd=self._root, follow_symlinks=True)
         except FileExistsError:
             return False
@@ -211,7 +212,7 @@ class FileStore:
                     self._unlink(name)
 
     def _sample(self) -> tuple[list[tuple[int, str, int]], float]:
-        """Objects of the next folders, the one first that was used longest ago, and what so many would make in all folders."""
+        """Return objects of the next folders, the longest unused first, and the bytes of all folders if all were like these."""
         found: list[tuple[int, str, int]] = []
         looked = 0
         while looked < len(_FOLDERS) and len(found) < SAMPLE:
@@ -232,7 +233,7 @@ class FileStore:
 
 
 class _LateError(Exception):
-    """The deadline came before the turn."""
+    """The deadline has come before the turn."""
 
 
 def _open_private(directory: Path) -> int:
@@ -240,14 +241,14 @@ def _open_private(directory: Path) -> int:
     facts = directory.stat()
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise ConfigError(
-            f"the store's directory {directory} must belong to this user alone (chown {os.geteuid()}, chmod 0700): who can write "
-            "there can put other bytes under every key"
+            f"the store's directory {directory} must belong to this user alone (chown {os.geteuid()}, chmod 0700): whoever can "
+            "write there can put other bytes under every key"
         )
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _used(descriptor: int) -> None:
-    """Note that an object was used now, by a finer clock than that of the kernel's own notes."""
+    """Note that an object was used now; the kernel's own notes are by a coarser clock."""
     now_ns = time.time_ns()
     os.utime(descriptor, ns=(now_ns, now_ns))
 
@@ -257,7 +258,7 @@ def _path(name: str) -> str:
 
 
 def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) -> Answer:
-    """Do something with each item until the deadline, and say what has become of each."""
+    """Do something with each item until the deadline, and return the outcome of each."""
     outcomes, detail = [], ""
     for item in items:
         try:
@@ -273,7 +274,7 @@ def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) 
 
 
 def _move(call: Callable[..., int], descriptor: int, stretches: Stretches) -> int:
-    """Read or write all stretches, one after the other from the file's beginning. Returns how many bytes were there, or fitted."""
+    """Read or write all stretches, one after the other from the file's beginning. Returns how many bytes were moved."""
     offset = 0
     for start in range(0, len(stretches), _VECTORS):
         some = stretches[start : start + _VECTORS]

@@ -1,11 +1,12 @@
 """A store in a Mooncake Store: objects in the memory of other hosts, moved from and into ours without a copy in between.
 
-What the library does (0.3.13, measured, and read in its source), and what follows:
+The library's behaviour (0.3.13, measured, and read in its source), and the consequences here:
 
 - `setup` keeps the interpreter for up to 97 s while no master answers; it succeeds when one comes meanwhile. A get waits 4.4 s for
-  a master that is gone, and a transfer 60 s for an owner that is silent. So it is used in a process of its own (`client`).
-- A transfer that it has waited for in vain is not ended. So `transfer failed` is not settled, nor is what took longer than a call
-  can in which all transfers have ended. An object of another length fails the same way before anything is moved: it is asked for.
+  a master that is gone, and a transfer 60 s for an owner that is silent. Therefore a process of its own uses it (`client`).
+- A transfer that it has waited for in vain is not ended. `transfer failed` is therefore not settled, nor is a call that took longer
+  than a call in which all transfers end. An object of another length fails the same way before anything is moved: its length is
+  asked.
 - `put` of a name that is there answers success and keeps what is there, of whatever length. A name is given to the same bytes only,
   so that is right; a bad object is removed by whoever reads it, `force`d, since reading has given it a lease.
 - Its answers may be fewer than the names (none at all before `setup`): then nothing is known.
@@ -30,7 +31,7 @@ ADAPTERS = Path("/sys/class/infiniband")
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
 """C++ exceptions in Python."""
 TRANSFER_WAIT_S = 50.0
-"""Less than the 60 s after which the library gives up on a transfer that is still under way."""
+"""Less than the 60 s after which the library gives up on a transfer that is under way."""
 
 NO_HANDLE = -200
 INVALID = -600
@@ -44,14 +45,16 @@ RPC_FAILED = frozenset({-900, -901})
 READ_OUTCOMES = {
     **dict.fromkeys(MISSING, Outcome.ABSENT),
     INVALID: Outcome.SHORT,
-    LEASE_EXPIRED: Outcome.TIMED_OUT,  # moved, but so slowly that it may have been another object by then
+    LEASE_EXPIRED: Outcome.TIMED_OUT,  # so slow that other bytes may have come into the place meanwhile
     CHECKSUM: Outcome.WRONG_DIGEST,
-    **dict.fromkeys(RPC_FAILED, Outcome.UNREACHABLE),  # the question where the object is, so nothing was moved
+    **dict.fromkeys(
+        RPC_FAILED, Outcome.UNREACHABLE
+    ),  # the library could not ask where the object is, so nothing was moved
 }
 WRITE_OUTCOMES = {
     0: Outcome.STORED,
     NO_HANDLE: Outcome.FULL,
-    **dict.fromkeys(RPC_FAILED, Outcome.UNREACHABLE),  # before the transfers, or when they had ended
+    **dict.fromkeys(RPC_FAILED, Outcome.UNREACHABLE),  # before the transfers, or after their end
 }
 REMOVE_OUTCOMES = {
     0: Outcome.DROPPED,
@@ -62,7 +65,7 @@ PRESENCE = {1: Outcome.PRESENT, 0: Outcome.ABSENT}
 
 
 class MooncakeStore:
-    """An `ObjectStore` by the mooncake library. Only the end of the process ends all that it has begun."""
+    """An `ObjectStore` by the mooncake library; it keeps no deadline. Only the end of the process ends all that it has begun."""
 
     capabilities = Capabilities(kind="mooncake", batch=16)
 
@@ -76,7 +79,7 @@ class MooncakeStore:
                 "this host has no RDMA adapter, and mooncake would use TCP without saying so; install the adapter's driver and "
                 "pass /dev/infiniband into the container, or set the store's protocol to tcp"
             )
-        # The library reads it once a process.
+        # The library reads this once a process.
         os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
         try:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - costs a second
@@ -106,44 +109,34 @@ class MooncakeStore:
                     "limits on locked memory, and the adapter"
                 )
 
-    def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Keep objects; the deadline is not kept."""
-        del until_s
-        names, addresses, lengths = _apart(objects)
-        return _ask(
-            WRITE_OUTCOMES,
-            len(names),
-            lambda: self._library.batch_put_from_multi_buffers(names, addresses, lengths, self._config),
-        )
+    def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:  # noqa: ARG002 - see the class
+        """Keep objects."""
+        call, apart = self._library.batch_put_from_multi_buffers, _apart(objects)
+        return _ask(WRITE_OUTCOMES, len(objects), lambda: call(*apart, self._config))
 
-    def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Fill the stretches; the deadline is not kept."""
-        del until_s
-        names, addresses, lengths = _apart(objects)
+    def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:  # noqa: ARG002 - see the class
+        """Fill the stretches."""
 
         def get() -> list[int]:
-            codes: list[int] = self._library.batch_get_into_multi_buffers(names, addresses, lengths)
+            codes: list[int] = self._library.batch_get_into_multi_buffers(*_apart(objects))
             if len(codes) != len(objects):
                 return codes
             return [self._read_code(each, code) for each, code in zip(objects, codes, strict=True)]
 
-        return _ask(READ_OUTCOMES | {1: Outcome.HIT}, len(names), get)
+        return _ask(READ_OUTCOMES | {1: Outcome.HIT}, len(objects), get)
 
-    def present(self, names: Sequence[str], until_s: float) -> Answer:
-        """Ask for names; the deadline is not kept."""
-        del until_s
+    def present(self, names: Sequence[str], until_s: float) -> Answer:  # noqa: ARG002 - see the class
+        """Ask for names."""
         answer = _ask(READ_OUTCOMES | PRESENCE, len(names), lambda: self._library.batch_is_exist(list(names)))
         return replace(answer, settled=True)  # it moves nothing
 
-    def remove(self, names: Sequence[str], until_s: float) -> Answer:
-        """Remove objects; the deadline is not kept."""
-        del until_s
+    def remove(self, names: Sequence[str], until_s: float) -> Answer:  # noqa: ARG002 - see the class
+        """Remove objects."""
         answer = _ask(REMOVE_OUTCOMES, len(names), lambda: self._library.batch_remove(list(names), True))
         return replace(answer, settled=True)
 
-    def clear(self, prefix: str, until_s: float) -> Answer:
-        """Remove all objects of a prefix; the deadline is not kept."""
-        del until_s
+    def clear(self, prefix: str, until_s: float) -> Answer:  # noqa: ARG002 - see the class
+        """Remove all objects whose names begin so."""
         try:
             code = int(self._library.remove_by_regex(f"^{prefix}.*", True))
         except LIBRARY_ERRORS as error:
@@ -153,11 +146,11 @@ class MooncakeStore:
         return Answer((Outcome.DROPPED,), cleared=code)
 
     def close(self) -> None:
-        """Let go of the store. Calls that have not ended may go on until the end of the process."""
+        """Close the store. Calls that have not ended may go on until the end of the process."""
         self._library.close()
 
     def _read_code(self, each: StoredObject, code: int) -> int:
-        """Return 1 for a whole object, INVALID for one of another length, else the library's code."""
+        """Return 1 for a whole object, INVALID for an object of another length, else the library's code."""
         if code >= 0:
             return 1 if code == each.length_bytes else INVALID
         if code == TRANSFER_FAILED and 0 <= self._library.get_size(each.name) != each.length_bytes:
@@ -174,7 +167,7 @@ def _apart(objects: Sequence[StoredObject]) -> tuple[list[str], list[list[int]],
 
 
 def _ask(meanings: dict[int, Outcome], count: int, call: Callable[[], list[int]]) -> Answer:
-    """Call the library and say what its codes mean. Codes without a meaning are not settled."""
+    """Call the library and translate its codes. An answer with a code that has no meaning here is not settled."""
     begun_s = monotonic()
     try:
         codes = call()
