@@ -33,9 +33,8 @@ from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.host_copies import HostCopies, PinnedCopies
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome, Verb
 from kvbridge.tier.stores.client import BreakerState, Operation, StoreClient
-from kvbridge.tier.stores.objects import linked, of_links, part_keys
+from kvbridge.tier.stores.objects import BATCH_LIMIT, Outcome, Verb, linked, of_links, part_keys
 
 log = structlog.get_logger(__name__)
 

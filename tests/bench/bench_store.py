@@ -26,11 +26,10 @@ from kvbridge.pool.memory.layout import host_placement
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores import process as page_store
-from kvbridge.tier.stores.base import Answer, ObjectStore, Verb
 from kvbridge.tier.stores.files import FileStore
 from kvbridge.tier.stores.mooncake import MooncakeStore
-from kvbridge.tier.stores.objects import object_name
-from kvbridge.tier.stores.process import PageStore
+from kvbridge.tier.stores.objects import Answer, Verb, object_name
+from kvbridge.tier.stores.process import ObjectStore, PageStore
 from tests.bench.output import table as text
 from tests.helpers.local_servers import MooncakeServers
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from kvbridge.config.tier import FileStoreSettings, MooncakeStoreSettings, StoreLimits, StoreSettings
 from kvbridge.tier.keys import NO_KEYS, Keys
-from kvbridge.tier.stores.base import Answer, ObjectStore, Verb
 from kvbridge.tier.stores.client import Operation, StoreClient
-from kvbridge.tier.stores.objects import NO_PAGES
-from kvbridge.tier.stores.process import PageStore
+from kvbridge.tier.stores.objects import NO_PAGES, Answer, Verb
+from kvbridge.tier.stores.process import ObjectStore, PageStore
 from tests.helpers.local_servers import MooncakeServers
 from tests.helpers.stored_pages import StoredPages, ids, stored_object
 

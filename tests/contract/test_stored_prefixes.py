@@ -32,9 +32,8 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores import client as store_client
-from kvbridge.tier.stores.base import Outcome, Verb
 from kvbridge.tier.stores.client import BreakerState, Operation
-from kvbridge.tier.stores.objects import ObjectForm, linked
+from kvbridge.tier.stores.objects import ObjectForm, Outcome, Verb, linked
 from tests.contract.stores_harness import KINDS, READY_S, Looped, settings_of
 from tests.helpers.cluster import eventually
 from tests.helpers.local_servers import stop

@@ -19,8 +19,7 @@ import pytest
 from kvbridge.config.tier import FileStoreSettings, StoreLimits
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import Outcome
-from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, ObjectForm, object_name
+from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, ObjectForm, Outcome, object_name
 from kvbridge.tier.stores.process import open_store
 from tests.contract.stores_harness import KINDS, LIMITS, READY_S, TIMEOUT_S, WAYS, Asked, Client, asked_of, settings_of
 from tests.helpers.local_servers import SEGMENT_BYTES, MooncakeServers, stop

@@ -39,9 +39,8 @@ from kvbridge.core.wire.codec import (
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.requests import problem_response
 from kvbridge.node.prefill.early_offers import check_offer
-from kvbridge.tier.stores import base as store_wire
-from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
-from kvbridge.tier.stores.objects import ObjectForm, encode_trailer, read_trailer
+from kvbridge.tier.stores import objects as store_wire
+from kvbridge.tier.stores.objects import Capabilities, ObjectForm, Outcome, Verb, encode_trailer, read_trailer
 from kvbridge.transport.base import Endpoint, read_endpoint
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.local.transport import LocalEndpoint

@@ -13,8 +13,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.pool.memory.layout import Chunking, HostLayout, host_placement
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from kvbridge.tier.stores.base import StoredObject
-from kvbridge.tier.stores.objects import ObjectForm
+from kvbridge.tier.stores.objects import ObjectForm, StoredObject
 
 PAGES = 16
 HALF = PAGES // 2

@@ -23,24 +23,29 @@ from kvbridge.core.wire.codec import FrameError
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.processes import ChildEnd, SupervisedChild
 from kvbridge.tier.keys import NO_KEYS, Keys
-from kvbridge.tier.stores.base import (
+from kvbridge.tier.stores.objects import (
     BAD,
     LENGTH,
+    NO_PAGES,
     NODE_TO_STORE,
     STORE_TO_NODE,
     Answer,
     Capabilities,
+    ObjectForm,
     Outcome,
+    PageIds,
     StoreFailed,
     StoreOrder,
     StoreReady,
     StoreReport,
     StoreSetup,
     Verb,
+    check_request,
     framed,
     length_of,
+    names_of,
+    object_name,
 )
-from kvbridge.tier.stores.objects import NO_PAGES, ObjectForm, PageIds, check_request, names_of, object_name
 
 log = structlog.get_logger(__name__)
 

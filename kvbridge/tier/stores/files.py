@@ -30,8 +30,7 @@ import structlog
 from kvbridge.config.tier import FileStoreSettings
 from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.core.process import monotonic
-from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject, Stretches
-from kvbridge.tier.stores.objects import is_object_name
+from kvbridge.tier.stores.objects import Answer, Capabilities, Outcome, StoredObject, Stretches, is_object_name
 
 log = structlog.get_logger(__name__)
 
@@ -46,7 +45,13 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FileStore:
-    """An `ObjectStore` in a directory. Close it, or end the process."""
+    """Objects in a directory. `MooncakeStore` does the same.
+
+    Calls come from several threads, and never raise for the state of the store or of an object. Names in one request are distinct.
+    The memory of a request stays valid as long as this process, and the store may use it until an answer that is settled. A call
+    returns soon after `until_s` (`time.monotonic`) if it can; a caller who needs a firm deadline uses the store through a process
+    of its own (`client`).
+    """
 
     capabilities = Capabilities(kind="files", batch=4)
 
@@ -77,26 +82,29 @@ class FileStore:
             self._closing = opened.pop_all()
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Write files. Raises NotReadyError when somebody has removed the directory."""
+        """Keep objects whole, or not at all: STORED, or why not. An object of the same name may stay as it is.
+
+        Raises NotReadyError when somebody has removed the directory.
+        """
         return _each(objects, until_s, lambda each: self._put(each, until_s))
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Read files, which takes no lock."""
+        """Fill the stretches: HIT, which nobody has compared yet, or why not; the contents are then undefined."""
         return _each(objects, until_s, self._read)
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:
-        """Look for files."""
+        """Answer PRESENT or ABSENT."""
         return _each(names, until_s, lambda name: Outcome.ABSENT if self._length(name) is None else Outcome.PRESENT)
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:
-        """Remove files."""
+        """Answer DROPPED, also for objects that were never there."""
         return _each(names, until_s, lambda name: self._remove(name, until_s))
 
     def clear(self, prefix: str, until_s: float) -> Answer:
-        """Remove files, a folder at a time, so that others' requests have their turn."""
+        """Remove all objects whose names begin so: one outcome for all, DROPPED or why some may still be there."""
         cleared = 0
 
-        def clear_folder(folder: str) -> Outcome:
+        def clear_folder(folder: str) -> Outcome:  # one at a time, so that other requests have their turn
             nonlocal cleared
             with self._alone(until_s):
                 for _, name, _ in list(self._list(folder)):
@@ -110,7 +118,7 @@ class FileStore:
         return Answer((worst,), detail=answer.detail, cleared=cleared)
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Do nothing: files are read into any memory."""
+        """Take the memory (address, length) of all later requests. Files are read into any memory."""
 
     def close(self) -> None:
         """Close the directory. Harmless when closed."""

@@ -25,7 +25,7 @@ from kvbridge.config.tier import MooncakeStoreSettings
 from kvbridge.config.transports import MooncakeProtocol
 from kvbridge.core.errors import NotReadyError, RegistrationError, TransportError
 from kvbridge.core.process import monotonic
-from kvbridge.tier.stores.base import BROKEN, Answer, Capabilities, Outcome, StoredObject
+from kvbridge.tier.stores.objects import BROKEN, Answer, Capabilities, Outcome, StoredObject
 
 ADAPTERS = Path("/sys/class/infiniband")
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
@@ -65,7 +65,7 @@ PRESENCE = {1: Outcome.PRESENT, 0: Outcome.ABSENT}
 
 
 class MooncakeStore:
-    """An `ObjectStore` by the mooncake library; it keeps no deadline. Only the end of the process ends all that it has begun."""
+    """Objects in a Mooncake Store, with the methods of `FileStore`; deadlines are not kept. Calls end with the process at last."""
 
     capabilities = Capabilities(kind="mooncake", batch=16)
 
@@ -100,7 +100,7 @@ class MooncakeStore:
             )
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Register memory with the library."""
+        """Register memory with the library. Raises RegistrationError."""
         for address, length in regions:
             code = self._library.register_buffer(address, length)
             if code != 0:
@@ -110,13 +110,10 @@ class MooncakeStore:
                 )
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:  # noqa: ARG002 - see the class
-        """Keep objects."""
         call, apart = self._library.batch_put_from_multi_buffers, _apart(objects)
         return _ask(WRITE_OUTCOMES, len(objects), lambda: call(*apart, self._config))
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:  # noqa: ARG002 - see the class
-        """Fill the stretches."""
-
         def get() -> list[int]:
             codes: list[int] = self._library.batch_get_into_multi_buffers(*_apart(objects))
             if len(codes) != len(objects):
@@ -126,17 +123,14 @@ class MooncakeStore:
         return _ask(READ_OUTCOMES | {1: Outcome.HIT}, len(objects), get)
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:  # noqa: ARG002 - see the class
-        """Ask for names."""
         answer = _ask(READ_OUTCOMES | PRESENCE, len(names), lambda: self._library.batch_is_exist(list(names)))
         return replace(answer, settled=True)  # it moves nothing
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:  # noqa: ARG002 - see the class
-        """Remove objects."""
         answer = _ask(REMOVE_OUTCOMES, len(names), lambda: self._library.batch_remove(list(names), True))
         return replace(answer, settled=True)
 
     def clear(self, prefix: str, until_s: float) -> Answer:  # noqa: ARG002 - see the class
-        """Remove all objects whose names begin so."""
         try:
             code = int(self._library.remove_by_regex(f"^{prefix}.*", True))
         except LIBRARY_ERRORS as error:
@@ -146,7 +140,6 @@ class MooncakeStore:
         return Answer((Outcome.DROPPED,), cleared=code)
 
     def close(self) -> None:
-        """Close the store. Calls that have not ended may go on until the end of the process."""
         self._library.close()
 
     def _read_code(self, each: StoredObject, code: int) -> int:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, pairwise
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,15 +38,18 @@ from kvbridge.pool.memory.pools import MappedRegions
 from kvbridge.processes import end_with_parent
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.tier.keys import NO_KEYS, Keys
-from kvbridge.tier.stores.base import (
+from kvbridge.tier.stores.objects import (
     BAD,
     BATCH_LIMIT,
     LENGTH,
+    NO_PAGES,
     NODE_TO_STORE,
     STORE_TO_NODE,
+    TRAILER_BYTES,
     Answer,
-    ObjectStore,
+    ObjectForm,
     Outcome,
+    PageIds,
     StoredObject,
     StoreFailed,
     StoreOrder,
@@ -54,21 +57,20 @@ from kvbridge.tier.stores.base import (
     StoreReport,
     StoreSetup,
     Verb,
-    framed,
-    length_of,
-)
-from kvbridge.tier.stores.objects import (
-    NO_PAGES,
-    TRAILER_BYTES,
-    ObjectForm,
-    PageIds,
     check_request,
     encode_trailer,
+    framed,
+    length_of,
     names_of,
     object_name,
     read_trailer,
 )
 
+if TYPE_CHECKING:
+    from kvbridge.tier.stores.files import FileStore
+    from kvbridge.tier.stores.mooncake import MooncakeStore
+
+ObjectStore: TypeAlias = "FileStore | MooncakeStore"
 EXIT_FAILED = 3
 """The process could not serve. It has told the node why, or the log has the reason."""
 LATE = "the deadline came before its turn"

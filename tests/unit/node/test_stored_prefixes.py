@@ -20,9 +20,8 @@ from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.stores.base import Answer, Outcome, Verb
 from kvbridge.tier.stores.client import Operation
-from kvbridge.tier.stores.objects import linked
+from kvbridge.tier.stores.objects import Answer, Outcome, Verb, linked
 from tests.helpers.prefix_recount import check_cache
 
 FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY

@@ -16,8 +16,8 @@ import pytest
 from kvbridge.config.tier import FileStoreSettings
 from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.tier.stores import files
-from kvbridge.tier.stores.base import StoredObject
 from kvbridge.tier.stores.files import FileStore
+from kvbridge.tier.stores.objects import StoredObject
 
 LENGTH = 1_000
 Make = Callable[..., FileStore]

@@ -11,8 +11,8 @@ import pytest
 from kvbridge.config.tier import MooncakeStoreSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.tier.stores import mooncake
-from kvbridge.tier.stores.base import BROKEN
 from kvbridge.tier.stores.mooncake import MooncakeStore
+from kvbridge.tier.stores.objects import BROKEN
 from tests.helpers.stored_pages import stored_object
 
 LENGTH = 100

@@ -15,7 +15,6 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.processes import ChildEnd, EndCause
-from kvbridge.tier.stores.base import Capabilities, Outcome, StoreOrder, StoreReport, Verb
 from kvbridge.tier.stores.client import (
     FIRST_OPEN_S,
     LONGEST_OPEN_S,
@@ -24,6 +23,7 @@ from kvbridge.tier.stores.client import (
     FailedKeys,
     StoreClient,
 )
+from kvbridge.tier.stores.objects import Capabilities, Outcome, StoreOrder, StoreReport, Verb
 from tests.helpers.stored_pages import ids, new_keys
 
 HIT, STORED, ABSENT, BAD = Outcome.HIT, Outcome.STORED, Outcome.ABSENT, Outcome.WRONG_DIGEST
