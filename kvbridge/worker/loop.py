@@ -65,7 +65,6 @@ ACTIVE_ORDERS = 16
 """Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
 CLOSING_PAUSE_S = 0.01
 """Between two looks whether everything is closed."""
-NOBODY = ""  # for orders of rooms that are not open: no peer has this name
 MESSAGES_A_STEP = 64
 """Messages that are taken before transfers are pushed forward again."""
 
@@ -214,14 +213,14 @@ class RankWorker:
     def _queue(self, message: Send) -> None:
         order = Order(message, self._clock())
         room = self._rooms.get(order.key)
+        if room is not None:
+            order.to = room.opening.peer
+            if message.source:
+                self._rooms[room.key] = room.grown(message.source)
+        self._orders.add(order)
         if room is None:
-            self._orders.add(order, NOBODY)
             why = f"room {message.room} is not open on rank {self._identity.rank}"
             self._orders.fail(order, ConflictError.code, why)
-            return
-        if message.source:
-            self._rooms[room.key] = room.grown(message.source)
-        self._orders.add(order, room.opening.peer)
 
     def _open_room(self, message: OpenRoom) -> None:
         room = OpenedRoom.of(message)

@@ -1,4 +1,4 @@
-"""The orders of one rank: each waits for its peer, becomes transfers, and is answered when nothing of it is in flight."""
+"""The orders of one rank: each waits for its peer, becomes transfers, and is reported when none of them is in flight."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import structlog
 
@@ -39,11 +40,11 @@ class OpenedRoom:
     source: Tables
     destination: Tables
     error: BridgeError | None = None
-    """Why nothing of it can be sent, when its tables were malformed."""
+    """Why the room cannot be sent; None unless its tables were malformed."""
 
     @classmethod
     def of(cls, opening: OpenRoom) -> OpenedRoom:
-        """Read the tables of a room; when they are malformed, each of its orders fails with that."""
+        """Read the tables of a room. Malformed tables fail each of its orders."""
         try:
             return cls(opening, tables_from_wire(opening.source), tables_from_wire(opening.destination))
         except BridgeError as error:
@@ -52,11 +53,11 @@ class OpenedRoom:
 
     @property
     def key(self) -> RoomKey:
-        """The attempt that it is."""
+        """The room and its generation."""
         return self.opening.room, self.opening.generation
 
     def grown(self, more: tuple[WireTable, ...]) -> OpenedRoom:
-        """Return the same room with further source pages. Those of orders that have begun stay as they are."""
+        """Return the same room with further source pages. Orders that have begun keep the pages that they know."""
         try:
             return replace(self, source=joined_tables(self.source, tables_from_wire(more)))
         except BridgeError as error:
@@ -65,7 +66,7 @@ class OpenedRoom:
 
 @dataclass(eq=False)
 class Part:
-    """What goes to one rank of the peer by one path."""
+    """The operations that go to one rank of the peer by one path."""
 
     ordinal: int
     target: Target
@@ -76,7 +77,7 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """What a path has not confirmed of a part, and why it failed."""
+    """The operations of a part that a path has not confirmed, and why the path failed."""
 
     part: Part
     operations: Operations
@@ -86,55 +87,54 @@ class Loss:
 
 @dataclass(eq=False)
 class Order:
-    """One `Send`. It is over when nothing of it is in flight."""
+    """One `Send`. It is over when none of its transfers is in flight."""
 
     request: Send
     received_s: float
+    to: str = ""
+    """The name of the peer that it waits for; empty for an order of a room that is not open."""
     peer: ConnectedPeer | None = None
-    """Where it goes, once it has been started."""
+    """The peer, once the order has been started."""
     amounts: Amounts = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
     losses: list[Loss] = field(default_factory=list)
-    """What is to be sent again by another path, or to fail the order."""
+    """Operations to send again by another path; without one they fail the order."""
     lost: list[str] = field(default_factory=list)
-    """Why paths were left that others have taken the place of."""
+    """The errors of paths that others have replaced."""
     error_code: str = ""
     error: str = ""
     in_transit: bool = False
-    """Something was sent whose arrival was never confirmed."""
+    """Whether something was sent whose arrival was never confirmed."""
     not_quiet: set[Transport] = field(default_factory=set)
     """Transports that failed it and may still read or send until they are closed."""
     digests: DigestWork | None = None
-    """What is still to be computed over what it sends."""
+    """Digests of the sent rows that are still to be computed."""
     digest_parts: tuple[tuple[PageDigests, ...], ...] = ()
-    """What has been computed, in messages' sizes."""
+    """Computed digests, each tuple for one message."""
     reported: bool = False
 
     @property
     def key(self) -> RoomKey:
-        """The attempt that it belongs to."""
+        """The room and generation that it belongs to."""
         return self.request.room, self.request.generation
 
     def fail(self, code: str, reason: str) -> None:
-        """Keep the first cause and submit nothing further; what is in flight ends as after a failure."""
+        """Keep the first cause and submit nothing further. Transfers in flight are aborted; the order waits for their end."""
         if not self.error_code:
             self.error_code, self.error = code, reason[:REASON_CHARS]
         self.digests = None
         self.losses.clear()
         for part in self.parts:
-            self._abort(part, reason)
-
-    def _abort(self, part: Part, reason: str) -> None:
-        """Stop a transfer. One that does not take the word goes on, and the order waits for its end."""
-        try:
-            with self._contained(f"{part.target.transport.name}: aborting a transfer"):
-                part.transfer.abort(reason)
-        except BridgeError as error:
-            log.error("transfer_not_aborted", room=self.request.room, order=self.request.order, reason=str(error))
+            try:
+                with self._contained(f"{part.target.transport.name}: aborting a transfer"):
+                    part.transfer.abort(reason)
+            except BridgeError as error:
+                room, order = self.key[0], self.request.order
+                log.error("transfer_not_aborted", room=room, order=order, reason=str(error))
 
     def start(self, room: OpenedRoom, peer: ConnectedPeer, *, timeout_s: float, clock: Clock) -> None:
-        """Plan and submit to every rank of the peer. A failure of either is the order's, and nobody else's."""
+        """Plan and submit to every rank of the peer. A failure of either fails this order alone."""
         self.peer = peer
         begun_s = clock()
         if room.error is not None:
@@ -156,7 +156,7 @@ class Order:
         return contained(work, room=self.request.room, order=self.request.order)
 
     def _submit(self, ordinal: int, target: Target, operations: Operations, timeout_s: float) -> None:
-        """Begin to send. After a defect there nobody knows whether something was sent, so the transport does not count as quiet."""
+        """Begin to send. A defect leaves unknown whether something was sent, so the transport then counts as not quiet."""
         try:
             transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
         except BridgeError:
@@ -169,7 +169,7 @@ class Order:
         self.parts.append(Part(ordinal, target, operations, transfer))
 
     def send_again(self, loss: Loss, target: Target, *, timeout_s: float) -> None:
-        """Send by another path what one has not confirmed: the same bytes into the same pages, leased until all is over."""
+        """Send unconfirmed operations by another path: the same bytes into the same pages, which stay leased until the end."""
         self.losses.remove(loss)
         self.lost.append(f"{loss.part.target.transport.name}: {loss.error}")
         try:
@@ -179,7 +179,7 @@ class Order:
             self.fail(error.code, str(error))
 
     def _plan(self, room: OpenedRoom, peer: ConnectedPeer) -> list[tuple[int, Target, Operations]]:
-        """Plan for every rank before anything is submitted, so that bad tables move nothing at all."""
+        """Plan for every rank before anything is submitted, so that bad tables move no byte."""
         planned = []
         for ordinal in sorted(peer.paths):
             target = peer.target(ordinal)
@@ -197,7 +197,7 @@ class Order:
         return planned
 
     def begin_digests(self, geometry: ModelGeometry, room: OpenedRoom) -> None:
-        """Get ready to compute the digests that the room asks for, now that its bytes are on their way."""
+        """Prepare the digests that the room asks for, now that its bytes are on their way."""
         if self.error_code or self.peer is None or room.opening.digest is DigestKind.NONE:
             return
         section = self.request.section
@@ -209,7 +209,7 @@ class Order:
             self.fail(error.code, str(error))
 
     def digest_some(self, clock: Clock) -> None:
-        """Compute one slice of the digests. A failure is the order's."""
+        """Compute one slice of the digests. A failure fails the order."""
         if self.digests is None:
             return
         begun_s = clock()
@@ -223,51 +223,47 @@ class Order:
         self.seconds["digest"] = self.seconds.get("digest", 0.0) + clock() - begun_s
 
     def poll(self) -> None:
-        """Push the transfers forward. See `losses` for what those that have ended did not bring over."""
+        """Push the transfers forward, and put the unconfirmed operations of those that have failed into `losses`."""
         for part in self.parts:
             if part.ended:
                 continue
-            status = self._status(part)
+            transport = part.target.transport
+            try:
+                with self._contained(f"{transport.name}: a transfer"):
+                    status = part.transfer.poll()
+            except (
+                BridgeError
+            ) as error:  # a transfer that cannot be asked may do anything until its transport is closed
+                status = TransferStatus(TransferState.FAILED_NOT_QUIET, str(error), in_transit=True)
             part.ended = status.state.terminal
-            if part.ended and status.state is not TransferState.DONE:
-                self._note_loss(part, status)
-
-    def _status(self, part: Part) -> TransferStatus:
-        """How a transfer stands. One that cannot be asked may do anything until its transport is closed."""
-        try:
-            with self._contained(f"{part.target.transport.name}: a transfer"):
-                return part.transfer.poll()
-        except BridgeError as error:
-            return TransferStatus(TransferState.FAILED_NOT_QUIET, str(error), in_transit=True)
-
-    def _note_loss(self, part: Part, status: TransferStatus) -> None:
-        not_quiet = status.state is TransferState.FAILED_NOT_QUIET
-        in_transit = status.in_transit or not_quiet
-        self.in_transit = self.in_transit or in_transit
-        if not_quiet:
-            self.not_quiet.add(part.target.transport)
-        self.losses.append(Loss(part, part.operations.taken(status.unconfirmed), in_transit, status.error))
+            if not part.ended or status.state is TransferState.DONE:
+                continue
+            not_quiet = status.state is TransferState.FAILED_NOT_QUIET
+            in_transit = status.in_transit or not_quiet
+            self.in_transit = self.in_transit or in_transit
+            if not_quiet:
+                self.not_quiet.add(transport)
+            self.losses.append(Loss(part, part.operations.taken(status.unconfirmed), in_transit, status.error))
 
     def fail_by(self, loss: Loss) -> None:
-        """There is no path left for what has not been confirmed."""
+        """Fail because no path is left for unconfirmed operations."""
         before = "".join(f"; before that, {error}" for error in reversed(self.lost))
         self.fail(TransportError.code, f"{loss.part.target.transport.name}: {loss.error}{before}")
 
     def uses(self, used: Transport | Target | ConnectedPeer) -> bool:
-        """Whether a transport or a path still works on it, or a peer may; what would not become quiet does not count."""
+        """Whether a transport or a path still works on it, or a peer may. A transfer that would not become quiet does not count."""
         if used is self.peer:
             return True
         return any(used in {part.target, part.target.transport} and not part.ended for part in self.parts)
 
     def lose(self, transport: Transport) -> None:
-        """A transport that had failed it has been closed: nothing of it reads or sends any more."""
+        """Note that a transport that had failed it has been closed, and so neither reads nor sends any more."""
         self.parts = [part for part in self.parts if part.target.transport is not transport]
         self.not_quiet.discard(transport)
 
     def report(self, rank: Rank) -> list[Digested | Sent]:
-        """What the node is told of how it ended: digests first."""
-        request = self.request
-        room, generation, number = request.room, request.generation, request.order
+        """Return the messages to the node about its end: digests first."""
+        (room, generation), number = self.key, self.request.order
         digests = [
             Digested(room=room, generation=generation, rank=rank, order=number, digests=part)
             for part in self.digest_parts
@@ -288,27 +284,27 @@ class Order:
 
 
 class OrderBook:
-    """Each order waits, then is active, then has ended. Used by one thread."""
+    """The orders of a rank that have not ended: each waits, then is active. Used by one thread."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[Order, None]] = {}
-        """By peer, in the order in which they came; no peer without one."""
+        """By peer, in the order in which they came; without empty ones."""
         self._active: dict[Order, None] = {}
         self._active_to: Counter[str] = Counter()
-        self._peer_of: dict[Order, str] = {}
         self._of_room: dict[RoomKey, dict[Order, None]] = {}
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._peer_of)
+        return self._count
 
     @property
     def waiting(self) -> int:
         """Count the orders that wait."""
-        return len(self._peer_of) - len(self._active)
+        return len(self) - len(self._active)
 
     @property
     def active(self) -> Collection[Order]:
-        """Return the orders that have begun, the first one first."""
+        """The orders that have begun, the first one first."""
         return self._active.keys()
 
     def of_room(self, key: RoomKey) -> Collection[Order]:
@@ -319,54 +315,47 @@ class OrderBook:
         """Return the orders that wait for a peer."""
         return self._waiting.get(peer, {}).keys()
 
-    def add(self, order: Order, peer: str) -> None:
+    def add(self, order: Order) -> None:
         """Let an order wait for its peer."""
-        self._peer_of[order] = peer
+        self._count += 1
         self._of_room.setdefault(order.key, {})[order] = None
-        self._waiting.setdefault(peer, {})[order] = None
+        self._waiting.setdefault(order.to, {})[order] = None
 
     def fail(self, order: Order, code: str, reason: str) -> None:
-        """Fail an order. One that waits is active at once: nothing is in flight of it, so it ends with the next look."""
+        """Fail an order. A waiting order becomes active at once: it has nothing in flight, so it ends with the next step."""
         order.fail(code, reason)
         if order not in self._active:
             self._begin(order)
 
     def begin(self, most: int, *, is_ready: Callable[[str], bool], is_written: Callable[[Order], bool]) -> list[Order]:
-        """Return the orders that begin now: at most `most` to a peer are active, in the order in which they came.
+        """Return the orders that begin now, in the order in which they came: at most `most` to a peer are active.
 
-        Orders of one peer whose memory `is_written` overtake those whose memory is not yet.
+        An order whose memory `is_written` overtakes orders to the same peer whose memory is not yet.
         """
         found: list[Order] = []
         for peer, waiting in self._waiting.items():
             free = most - self._active_to[peer]
-            if free <= 0 or not is_ready(peer):
-                continue
-            chosen = []
-            for order in waiting:
-                if is_written(order):
-                    chosen.append(order)
-                    if len(chosen) == free:
-                        break
-            found += chosen
+            if free > 0 and is_ready(peer):
+                found += islice(filter(is_written, waiting), free)
         for order in found:
             self._begin(order)
         return found
 
     def _begin(self, order: Order) -> None:
-        peer = self._peer_of[order]
-        del self._waiting[peer][order]
-        if not self._waiting[peer]:
-            del self._waiting[peer]
+        waiting = self._waiting[order.to]
+        del waiting[order]
+        if not waiting:
+            del self._waiting[order.to]
         self._active[order] = None
-        self._active_to[peer] += 1
+        self._active_to[order.to] += 1
 
     def end(self, order: Order) -> None:
         """Forget an active order."""
+        self._count -= 1
         del self._active[order]
-        peer = self._peer_of.pop(order)
-        self._active_to[peer] -= 1
-        if not self._active_to[peer]:
-            del self._active_to[peer]
+        self._active_to[order.to] -= 1
+        if not self._active_to[order.to]:
+            del self._active_to[order.to]
         of_room = self._of_room[order.key]
         del of_room[order]
         if not of_room:

@@ -17,8 +17,8 @@ from tests.helpers.worker_bench import TOKENS
 SECTION = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
 
 
-def order(number: int, room: int = 1) -> Order:
-    return Order(Send(room=room, generation=1, order=number, section=SECTION), 0.0)
+def order(number: int, peer: str) -> Order:
+    return Order(Send(room=1, generation=1, order=number, section=SECTION), 0.0, peer)
 
 
 def begun(book: OrderBook, most: int = 2, *, busy: str = "", unwritten: tuple[int, ...] = ()) -> list[int]:
@@ -30,24 +30,20 @@ def begun(book: OrderBook, most: int = 2, *, busy: str = "", unwritten: tuple[in
 
 def test_orders_begin_in_their_order_and_no_peer_has_more_than_its_share() -> None:
     book = OrderBook()
-    orders = [order(number) for number in range(1, 7)]
-    for one, peer in zip(orders, "aaabab", strict=True):
-        book.add(one, peer)
+    orders = [order(number, peer) for number, peer in enumerate("aaabab", start=1)]
+    for one in orders:
+        book.add(one)
     assert begun(book) == [1, 2, 4, 6]
     assert begun(book) == []
     book.end(orders[0])
-    assert (begun(book), book.waiting, len(book), [one.request.order for one in book.active]) == (
-        [3],
-        1,
-        5,
-        [2, 4, 6, 3],
-    )
+    assert (begun(book), book.waiting, len(book)) == ([3], 1, 5)
+    assert [one.request.order for one in book.active] == [2, 4, 6, 3]
 
 
 def test_a_peer_that_is_not_ready_and_memory_that_is_not_written_hold_nobody_else_up() -> None:
     book = OrderBook()
     for number, peer in enumerate("aabb", start=1):
-        book.add(order(number), peer)
+        book.add(order(number, peer))
     assert begun(book, busy="b", unwritten=(1,)) == [2]
     assert begun(book) == [1, 3, 4]
 
