@@ -39,9 +39,7 @@ from kvbridge.core.wire.worker_messages import (
     RoomClosed,
     Send,
     Shutdown,
-    TransportsNotBuilt,
     Verify,
-    WorkerProgress,
     WorkerReady,
 )
 from kvbridge.pool.memory.gpu_memory import StreamPoints
@@ -87,11 +85,7 @@ class RankWorker:
         self._link = link
         self._limits = limits
         self._clock = clock
-
-        def report(done_bytes: int, total_bytes: int) -> None:
-            link.send(WorkerProgress(rank=identity.rank, done_bytes=done_bytes, total_bytes=total_bytes))
-
-        self._transports = RankTransports(identity, create_transport, report=report, clock=clock, background=background)
+        self._transports = RankTransports(identity, create_transport, link, clock=clock, background=background)
         self._peers = RankPeers(identity, self._transports, link, clock=clock)
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
@@ -384,7 +378,10 @@ class RankWorker:
     def _tend_transports(self) -> None:
         """Change to successors, close agents that have nothing left to do, and say when earlier endpoints are of no use."""
         changed = self._transports.tend()
-        self._leave_replaced()
+        for old in self._transports.replaced:
+            log.info("transport_replaced", rank=str(self._identity.rank), transport=old.name)
+            self._peers.replaced(old)
+        self._transports.replaced.clear()
         if changed:
             self._report_ready()
         for transport in self._transports.leaving():
@@ -397,21 +394,6 @@ class RankWorker:
         if revoking is not None and self._transports.revoked(revoking.before_epoch, revoking.transports):
             self._link.send(EndpointsRevoked(rank=self._identity.rank, before_epoch=revoking.before_epoch))
             self._revoking = None
-
-    def _leave_replaced(self) -> None:
-        """Reach peers by other agents than those that have been replaced, and say which successors cannot be built."""
-        for old in self._transports.replaced:
-            log.info("transport_replaced", rank=str(self._identity.rank), transport=old.name)
-            self._peers.replaced(old)
-        self._transports.replaced.clear()
-        for one in self._transports.unbuilt:
-            error = str(one.error)[:REASON_CHARS]
-            self._link.send(
-                TransportsNotBuilt(
-                    rank=self._identity.rank, transports=one.names, error_code=one.error.code, error=error
-                )
-            )
-        self._transports.unbuilt.clear()
 
     def _forget_closed(self, transport: Transport) -> None:
         log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)

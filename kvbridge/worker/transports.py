@@ -1,13 +1,13 @@
 """The transport agents of one rank: built with all of its memory registered, replaced, retired, closed.
 
 An agent is replaced for one of two reasons: a transfer of it would not become quiet, or the node wants every endpoint of an earlier
-epoch shut. To register memory anew takes up to half a second a GiB, and an agent may take seconds to close, so both are done on
-threads of their own: the agents that there are work on, and the rank changes to the successors when all of those that the node has
-asked for are there. Nobody but its thread touches an agent that is not in use yet, or not any more.
+epoch shut. Registering memory takes up to half a second a GiB, and an agent may take seconds to close, so both happen on threads of
+their own. Meanwhile the present agents work on. The rank changes to the successors when all that the node has asked for are there.
+Only its own thread touches an agent that is not in use yet, or no longer.
 
-A successor that cannot be built is tried again every `RETRY_S`. Until then the agent that was to be replaced works on if the node
-wants its endpoints shut. If a transfer of it was not quiet it is retired all the same, since only its end proves anything: peers
-are reached by the other transports of the rank, or not at all.
+A successor that cannot be built is tried again every `RETRY_S`. Until then the agent that it is to replace works on, if the node
+wants its endpoints shut. An agent with a transfer that was not quiet is retired all the same, since only its end proves anything:
+peers are reached by the other transports of the rank, or not at all.
 """
 
 from __future__ import annotations
@@ -16,47 +16,42 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.process import Clock
-from kvbridge.core.wire.messages import TransportEndpoint
+from kvbridge.core.wire.messages import REASON_CHARS, TransportEndpoint
+from kvbridge.core.wire.worker_messages import TransportsNotBuilt, WorkerProgress
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.transport.base import Transport
 from kvbridge.transport.calls import apart
-from kvbridge.worker.rank import RankIdentity, contained
+from kvbridge.worker.rank import NodeLink, RankIdentity, contained
 
 log = structlog.get_logger(__name__)
 
-T = TypeVar("T")
-
 PROGRESS_INTERVAL_S = 0.2
 RETRY_S = 10.0
-"""Between two attempts to build a successor."""
-
+"""Time between two attempts to build a successor."""
 
 TransportFactory = Callable[[str, int], Transport]
 """Builds one transport by its name, for an epoch; raises TransportError with cause and fix when it cannot run here."""
 
-
 Background = Callable[[Callable[[], Any], str], "Future[Any]"]
-"""Begins work that blocks, with a name, where it holds nobody up."""
+"""Begins named work that blocks, where it holds nothing up."""
 
 
 def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
-    """Do work on a thread of its own; here and now when the process may have no more threads."""
+    """Do work on a thread of its own, or here and now when the process may have no more threads."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
             found = work()
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome raises it
+        except BaseException as error:  # noqa: BLE001 - `result` raises it
             outcome.set_exception(error)
         else:
             outcome.set_result(found)
@@ -65,59 +60,49 @@ def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
     return outcome
 
 
-@dataclass(frozen=True)
-class Unbuilt:
-    """Successors that could not be built."""
-
-    names: tuple[str, ...]
-    error: BridgeError
-
-
 class RankTransports:
-    """All agents of one rank. `report(done_bytes, total_bytes)` hears how far registering the first agents' memory has come."""
+    """All agents of one rank."""
 
     def __init__(
         self,
         identity: RankIdentity,
         create: TransportFactory,
+        link: NodeLink,
         *,
-        report: Progress,
         clock: Clock,
         background: Background = in_background,
     ) -> None:
         self._identity = identity
         self._create = create
-        self._report = report
+        self._link = link
         self._clock = clock
         self._background = background
         self._built: dict[str, Transport] = {}
         self._epochs: dict[str, int] = {}
-        """Of each agent's endpoint."""
+        """The epoch of each agent's endpoint."""
         self.epoch = identity.epoch
-        """Up to which every successor that the node has asked for is there."""
+        """The epoch up to which every successor that the node has asked for is there."""
         self.asked_epoch = identity.epoch
-        """The last one that the node has asked for."""
+        """The last epoch that the node has asked for."""
         self._wanted: dict[str, int] = {}
-        """Successors that are to be built, and for which epoch."""
+        """Successors that are to be built, each with its epoch."""
         self._not_quiet: set[Transport] = set()
         """Agents that are to be replaced because a transfer of theirs was not quiet."""
         self._job: Future[dict[str, Transport]] | None = None
         self._building: dict[str, int] = {}
-        """What the job builds, of `_wanted`."""
+        """The part of `_wanted` that the job builds."""
         self._not_before_s = 0.0
         self.retired: list[Transport] = []
         """Replaced agents, the oldest first, until they are closed."""
         self._held: set[Transport] = set()
-        """Those of them whose endpoints still have to work, until the node has them revoked."""
+        """Retired agents whose endpoints still have to work, until the node has them revoked."""
         self._released_epoch = 0
         self._closing: dict[Transport, Future[None]] = {}
         self._half_built: list[Transport] = []
         """Agents that failed while they were built, and that would not close."""
         self._ending = threading.Event()
         self.replaced: list[Transport] = []
-        """Agents that others have taken the place of; whoever reaches peers by those clears this."""
-        self.unbuilt: list[Unbuilt] = []
-        """Successors that could not be built; whoever tells the node clears this."""
+        """Agents that others have replaced; the reader, who reaches peers by the others, clears this."""
 
     def __getitem__(self, name: str) -> Transport:
         transport = self._built.get(name)
@@ -126,8 +111,8 @@ class RankTransports:
         return transport
 
     def build(self, name: str) -> None:
-        """Make the first agent of a name, here and now. Raises TransportError or RegistrationError."""
-        self._built[name] = self._make(name, self.epoch, self._report)
+        """Make the first agent of a name, here and now, and report the progress. Raises TransportError or RegistrationError."""
+        self._built[name] = self._make(name, self.epoch, first=True)
         self._epochs[name] = self.epoch
 
     def current(self, transport: Transport) -> bool:
@@ -156,7 +141,7 @@ class RankTransports:
         return changed
 
     def release(self, before_epoch: int) -> None:
-        """Endpoints of epochs before this one need not work any more."""
+        """Note that endpoints of epochs before this one need not work any more."""
         self._released_epoch = before_epoch
         self._held.clear()
 
@@ -166,9 +151,7 @@ class RankTransports:
 
     def close_retired(self, transport: Transport) -> None:
         """Begin to close an agent that has been replaced. Nobody may use it any more; `closed` says when it has ended."""
-        self._closing[transport] = self._background(
-            partial(self._on_device, transport.close), f"close {transport.name}"
-        )
+        self._closing[transport] = self._background(partial(self._close, transport), f"close {transport.name}")
 
     def closed(self) -> list[Transport]:
         """Return replaced agents that have been closed since the last call: nothing of them moves a byte any more.
@@ -193,7 +176,7 @@ class RankTransports:
         )
 
     def endpoints(self) -> tuple[TransportEndpoint, ...]:
-        """How peers reach each agent."""
+        """Return the endpoints by which peers reach each agent."""
         there = [name for name in self._identity.transports if name in self._built]
         found = [(self._built[name].endpoint(), self._epochs[name]) for name in there]
         return tuple(TransportEndpoint(transport=to.transport, data=to.data, epoch=epoch) for to, epoch in found)
@@ -222,7 +205,11 @@ class RankTransports:
         for outcome in closing.values():
             outcome.result()
         for transport in self._half_built:
-            self._on_device(transport.close)
+            self._close(transport)
+
+    def _close(self, transport: Transport) -> None:
+        self._use_device()
+        transport.close()
 
     # ------------------------------------------------------------------ successors
 
@@ -234,31 +221,30 @@ class RankTransports:
         self._job = self._background(partial(self._make_all, self._building), "build transports")
 
     def _make_all(self, wanted: dict[str, int]) -> dict[str, Transport]:
-        """All of them, or none."""
+        """Build all of them, or none."""
         made: dict[str, Transport] = {}
         try:
             with contained("building a transport", rank=str(self._identity.rank)):
                 for name, epoch in wanted.items():
-                    made[name] = self._make(name, epoch, ignore_progress)
+                    made[name] = self._make(name, epoch)
         except BaseException:
             for transport in made.values():
                 self._discard(transport)
             raise
         return made
 
-    def _make(self, name: str, epoch: int, report: Progress) -> Transport:
-        return self._on_device(lambda: self._registered(self._create(name, epoch), report))
-
-    def _registered(self, transport: Transport, report: Progress) -> Transport:
-        """Register all memory with an agent; one that fails is closed."""
+    def _make(self, name: str, epoch: int, *, first: bool = False) -> Transport:
+        """Build an agent and register all memory with it; one that fails is closed."""
+        self._use_device()
+        transport = self._create(name, epoch)
         try:
-            self._register(transport, report)
+            self._register(transport, tells=first)
         except BaseException:
             self._discard(transport)
             raise
         return transport
 
-    def _register(self, transport: Transport, report: Progress) -> None:
+    def _register(self, transport: Transport, *, tells: bool) -> None:
         pieces = self._identity.memory
         total_bytes = sum(piece.length_bytes for piece in pieces)
         done_bytes = 0
@@ -268,27 +254,27 @@ class RankTransports:
                 raise TransportError("the rank worker ends")
             transport.register([piece])
             done_bytes += piece.length_bytes
-            if self._clock() - reported_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
+            if tells and (self._clock() - reported_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes):
                 reported_s = self._clock()
-                report(done_bytes, total_bytes)
+                progress = WorkerProgress(rank=self._identity.rank, done_bytes=done_bytes, total_bytes=total_bytes)
+                self._link.send(progress)
 
     def _discard(self, transport: Transport) -> None:
-        """Close an agent that nobody uses. One that does not close is closed with the rank, which fails if it still does not."""
+        """Close an agent that nobody uses. If it does not close, `end_close` tries again, and fails with it."""
         try:
             transport.close()
         except Exception:
             log.exception("transport_not_closed", rank=str(self._identity.rank), transport=transport.name)
             self._half_built.append(transport)
 
-    def _on_device(self, work: Callable[[], T]) -> T:
-        """Do work on a thread that has the rank's GPU as its present one: libraries look for its context where they are called."""
+    def _use_device(self) -> None:
+        """Make the rank's GPU the present one of this thread: libraries look for its context where they are called."""
         device = next((piece.device for piece in self._identity.memory if piece.kind is MemoryKind.VRAM), None)
         if device is not None and not runtime.reason_without_device():
             runtime.use(device)
-        return work()
 
     def _take_up(self) -> bool:
-        """Change to the successors that are there, or say why they are not; whether any have changed."""
+        """Change to the successors that are there, or tell the node why they are not. Return whether any have changed."""
         if self._job is None or not self._job.done():
             return False
         job, self._job = self._job, None
@@ -308,16 +294,11 @@ class RankTransports:
         if not isinstance(error, BridgeError):
             raise error
         self._not_before_s = self._clock() + RETRY_S
-        rank = str(self._identity.rank)
+        rank, code, reason = self._identity.rank, error.code, str(error)
         log.error(
-            "transports_not_built",
-            rank=rank,
-            transports=list(names),
-            code=error.code,
-            reason=str(error),
-            again_s=RETRY_S,
+            "transports_not_built", rank=str(rank), transports=list(names), code=code, reason=reason, again_s=RETRY_S
         )
-        self.unbuilt.append(Unbuilt(names, error))
+        self._link.send(TransportsNotBuilt(rank=rank, transports=names, error_code=code, error=reason[:REASON_CHARS]))
         for name in names:
             if self._built.get(name) in self._not_quiet:
                 self._retire(name)
