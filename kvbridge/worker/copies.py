@@ -1,10 +1,10 @@
-"""Copies of pages that one rank makes for the node: from the device to their twins in host memory.
+"""Host copies of device pages that one rank makes for the node.
 
-A slice begins when the one before it is done, and after a pause that leaves the rest of the time to transfers and to sparse
-decode: at most `link_share` of each second is used, whatever the link can do.
+A slice begins when the slice before it is done, and after a pause that leaves time to transfers and to sparse decode: copies use at
+most `link_share` of each second, at any speed of the link.
 
-An order that fails is answered at once. When the device may still write for it, it is answered again as soon as the device has
-nothing left to do: until then the node backs nothing up.
+An order that fails is answered at once. If the device may still write for it, the order is answered again as soon as the device is
+idle. Until then the node backs nothing up.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ log = structlog.get_logger(__name__)
 
 
 SLICE_BYTES = {MemoryKind.DRAM: 4 << 20, MemoryKind.VRAM: 64 << 20}
-"""Copied between two looks at the transfers: about a millisecond."""
+"""Bytes copied between two checks of the transfers: about a millisecond."""
 
 
 class BackupCopier:
-    """What a rank copies to its node's twins: its own lanes, and of what its stage holds several times its share of the pages."""
+    """Copies pages to the host copies of a node: its own lanes, and its share of pages that several ranks of its stage hold."""
 
     def __init__(self, identity: RankIdentity) -> None:
-        """Raises InvalidInputError when the node has no twins, UnsupportedError for what the GPU cannot copy."""
+        """Raises InvalidInputError when the node has no host copies, UnsupportedError for memory that the GPU cannot copy."""
         geometry, regions, tp_ranks = identity.geometry, identity.manifest.regions, identity.stage_tp_ranks
         gpu = next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
         part = RankPart(
@@ -64,8 +64,8 @@ class BackupCopier:
                 found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
         slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
         self.page_bytes: Mapping[IndexSpace, float] = found
-        """Of a page of each space, on average over the pages of an order."""
-        # Slices begin where a share does: what they cut is shared out as the whole order would be.
+        """Bytes of a page of each space that this rank copies, on average over the pages of an order."""
+        # Slices begin where a share does, so that the ranks share a slice as they would share the whole order.
         unit = math.lcm(*(count for _, count in shares.values()))
         self.slice_pages: Mapping[IndexSpace, int] = {
             space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()
@@ -80,11 +80,11 @@ class BackupCopier:
         return self._copier.done(ticket)
 
     def idle(self) -> bool:
-        """Return whether nothing that was begun is under way any more; never waits. Raises TransportError."""
+        """Return whether no copy is under way; never waits. Raises TransportError."""
         return self._stream is None or self._stream.idle()
 
     def close(self) -> None:
-        """Let everything go. It is idle."""
+        """Release everything. Call it when idle."""
         self._copier.close()
         if self._stream is not None:
             self._stream.close()
@@ -109,7 +109,7 @@ class PageCopies:
         clock: Clock,
         create: Callable[[RankIdentity], BackupCopier] = BackupCopier,
     ) -> None:
-        """`create`: called with the first order; what it raises fails that."""
+        """`create` is called with the first order; an error that it raises fails the order."""
         self._identity = identity
         self._link = link
         self._clock = clock
@@ -118,28 +118,28 @@ class PageCopies:
         self._waiting: deque[CopyPages] = deque()
         self._order: _Order | None = None
         self._ticket: int | None = None
-        """Of the slice that is being copied."""
+        """The ticket of the slice that is being copied."""
         self._writing = False
-        """Whether a slice has been given to the copier that is not proved to be done."""
+        """Whether the copier has a slice that is not proved to be done."""
         self._unquiet: list[PagesCopied] = []
-        """Answers to orders that have failed while the device may still write for them; to be given again when it does not."""
+        """Answers to failed orders for which the device may still write; they are sent again when the device is idle."""
         self._asked_in_vain = ""
-        """Why the copier could not be asked last, said once."""
+        """The last logged reason why the copier could not be asked."""
         self._begun_s = 0.0
         self._not_before_s = 0.0
 
     def __len__(self) -> int:
-        """How many orders have not been answered."""
+        """Count the orders that have not been answered."""
         return len(self._waiting)
 
     def take(self, request: CopyPages) -> None:
-        """Carry this out when its turn comes."""
+        """Queue an order."""
         self._waiting.append(request)
 
     def step(self) -> bool:
-        """Begin or end one slice, if it is time for that; whether anything has changed.
+        """Begin or end one slice, if it is time for that. Return whether anything has changed.
 
-        What goes wrong is the order's failure, also if it is a defect of ours: the rank has rooms to serve.
+        Any failure fails the order alone, also a defect in this code: the rank has rooms to serve.
         """
         quiet = self._say_quiet()
         if not self._waiting:
@@ -172,7 +172,7 @@ class PageCopies:
         return True
 
     def _look(self, copier: BackupCopier, order: _Order, ticket: int) -> bool:
-        """Book the slice under way if it is done; whether it is."""
+        """Account for the slice under way if it is done. Return whether it is."""
         if not copier.done(ticket):
             return False
         self._ticket, self._writing = None, False
@@ -183,7 +183,7 @@ class PageCopies:
         return True
 
     def _slices(self, copier: BackupCopier, request: CopyPages) -> Iterator[PageMoves]:
-        """Cut an order. Raises InvalidInputError for tables that do not belong together."""
+        """Cut an order into slices. Raises InvalidInputError for tables that do not belong together."""
         for move in request.moves:
             space = move.device.space
             device, twins = (tables_from_wire((table,))[table.space].ids for table in (move.device, move.twins))
@@ -196,7 +196,7 @@ class PageCopies:
                 yield {space: (device[part], twins[part])}
 
     def _end(self, error: BridgeError | None = None) -> None:
-        """Answer an order. One that fails while a slice is under way may still be written."""
+        """Answer an order. The device may still write for an order that fails while a slice is under way."""
         request, order = self._waiting.popleft(), self._order
         answer = PagesCopied(
             rank=self._identity.rank,
@@ -214,7 +214,7 @@ class PageCopies:
         self._link.send(answer)
 
     def _say_quiet(self) -> bool:
-        """Answer orders again that were not quiet, once the copier is idle; whether that is so now."""
+        """Answer orders again that were not quiet, once the copier is idle. Return whether it answered."""
         if not self._unquiet or not self._is_idle():
             return False
         for answer in self._unquiet:
@@ -223,7 +223,7 @@ class PageCopies:
         return True
 
     def _is_idle(self) -> bool:
-        """Return whether the copier writes nothing any more. A device that cannot be asked proves nothing."""
+        """Return whether the copier writes nothing. A device that cannot be asked proves nothing."""
         try:
             with contained("asking whether copies have ended", rank=str(self._identity.rank)):
                 return self.idle()
@@ -234,11 +234,11 @@ class PageCopies:
             return False
 
     def idle(self) -> bool:
-        """Return whether nothing writes to twins any more; never waits. Raises TransportError when the device cannot be asked."""
+        """Return whether nothing writes to host copies; never waits. Raises TransportError when the device cannot be asked."""
         return self._copier is None or self._copier.idle()
 
     def close(self) -> None:
-        """Copy nothing more. Raises TransportError unless it is idle: then the device may write to twins until the process ends."""
+        """Copy nothing more. Raises TransportError unless idle: the device may then write to host copies until the process ends."""
         self._waiting.clear()
         if not self.idle():
             raise TransportError(

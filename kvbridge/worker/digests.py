@@ -1,4 +1,4 @@
-"""Digests that one rank computes: of what its orders send, and of what has arrived for a room."""
+"""Digests that one rank computes: of the rows that its orders send, and of the rows that have arrived for a room."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvbridge.kernels.digest import raw_checksums
 from kvbridge.worker.rank import NodeLink, RankIdentity, contained
 
 SLICE_BYTES = 4 << 20
-"""Computed between two looks at the transfers: 0.3 to 0.4 ms on one core, in host memory and pieces of 37 KiB and more."""
+"""Bytes read between two checks of the transfers: 0.3 to 0.4 ms on one core, in host memory and pieces of 37 KiB and more."""
 PIECE_BYTES = 2_048
-"""What a piece costs besides its bytes, as bytes."""
+"""The fixed cost of a piece, in bytes read."""
 COST_DIVISOR = {MemoryKind.DRAM: 1, MemoryKind.VRAM: 16}
-"""How much faster memory is read where it lies: a slice of device memory is one launch, and takes no longer."""
+"""How much faster a memory is read than host memory: a slice of device memory is one launch, and takes no longer."""
 
 
 class DigestWork:
@@ -40,16 +40,16 @@ class DigestWork:
         source: Tables,
         destination: Tables,
     ) -> None:
-        """`source`: where the rows are read; `destination`: in which pages the peer (or this rank itself) keeps them."""
+        """`source`: pages where the rows are read. `destination`: pages where the peer (or this rank itself) keeps the rows."""
         self.sums = DigestSums.of_section(geometry, section)
         self._pieces = digest_pieces(groups, section, source, destination)
         self._present: DigestPieces | None = None
         self._checksums: list[ChecksumArray] = []
-        """Of the present pieces, as far as they have been read."""
+        """Checksums of the present pieces, as far as they have been read."""
         self._read = 0
 
     def step(self) -> bool:
-        """Compute one slice; whether that was the last. Raises UnsupportedError, and what `digest_pieces` raises."""
+        """Compute one slice. Return whether it was the last. Raises UnsupportedError, and what `digest_pieces` raises."""
         left_bytes = SLICE_BYTES
         while left_bytes > 0:
             if self._present is None:
@@ -60,7 +60,7 @@ class DigestWork:
         return False
 
     def _read_some(self, pieces: DigestPieces, most_bytes: int) -> int:
-        """Read present pieces, at least one, until `most_bytes` are used up; returns what was used."""
+        """Read present pieces, at least one, until `most_bytes` are used up. Return the bytes used."""
         costs = np.cumsum(pieces.length[self._read :] + PIECE_BYTES) // COST_DIVISOR[pieces.memory]
         count = max(1, int(np.searchsorted(costs, most_bytes, side="right")))
         part = slice(self._read, self._read + count)
@@ -82,7 +82,7 @@ class _Verification:
 
 
 class Verifications:
-    """The rooms of which this rank computes what has arrived, one after another."""
+    """Computes digests of the rows that have arrived, one room after another."""
 
     def __init__(self, identity: RankIdentity, link: NodeLink, *, clock: Clock) -> None:
         self._identity = identity
@@ -95,11 +95,11 @@ class Verifications:
         return len(self._waiting)
 
     def take(self, request: Verify) -> None:
-        """Compute this when its turn comes."""
+        """Queue an order."""
         self._waiting.append(_Verification(request, self._clock()))
 
     def step(self) -> bool:
-        """Compute one slice of the first; whether there was one. What a room's own data break is that room's failure."""
+        """Compute one slice of the first room. Return whether there was one. A failure fails that room alone."""
         if not self._waiting:
             return False
         first = self._waiting[0]

@@ -1,4 +1,4 @@
-"""How a rank worker starts and ends, in a process of its own or in an engine's: hello, setup, memory, transports, service."""
+"""The life of a rank worker, in a process of its own or in an engine's: hello, setup, memory, transports, service, end."""
 
 from __future__ import annotations
 
@@ -41,21 +41,19 @@ log = structlog.get_logger(__name__)
 EXIT_FAILED = 3
 """The worker could not serve; the reason was reported to the node."""
 CLOSE_ANSWER_S = 2.0
-"""A worker that has closed its transports waits so long for the node to have read that. Then it ends all the same, and the node
-waits for the end of its process."""
-
-
+"""A worker that has closed its transports waits this long for the node's answer. Then it ends all the same, and the node waits for
+the end of its process."""
 CLOSE_MARGIN_S = 2.0
-"""What transports take to close besides what they wait for: a library's engine takes a second."""
+"""Time for closing transports beyond their own time limits: a library's engine takes a second."""
 _STAYING: list[ExitStack] = []
-"""What would undo the memory of workers that are not closed: something may reach that memory until the process ends."""
+"""Stacks that would undo the memory of workers that did not close: their transports may reach it until the process ends."""
 
 
 def serve(given: argparse.Namespace) -> int:
     """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
     rank = Rank(pp=given.pp, tp=given.tp)
     names = {"role": given.role, "instance": given.instance, "node": given.node, "rank": str(rank)}
-    os.set_inheritable(given.log_descriptor, False)  # it is of this process alone, and so is its end
+    os.set_inheritable(given.log_descriptor, False)  # no child may hold it open
     log_file = open(given.log_descriptor, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 - to the end
     configure_logs(names=names, level=given.log_level, form="json", stream=log_file)
     link = open_node_link(Path(given.socket))
@@ -71,11 +69,11 @@ def serve(given: argparse.Namespace) -> int:
 
 
 class NoNodeError(NotReadyError):
-    """Nobody answered the worker's hello, so it has not begun."""
+    """The node did not take the worker's hello, so the worker has not begun."""
 
 
 class UnclosedError(BridgeError):
-    """A worker has ended and is not closed: its transports, or its GPU, may still move bytes until the process ends."""
+    """A worker has ended without closing: its transports, or its GPU, may still move bytes until the process ends."""
 
 
 def serve_rank(
@@ -86,10 +84,11 @@ def serve_rank(
     adopted: Sequence[Region] = (),
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve one rank until the node says Shutdown or `stopped()` is true. Returns then; raises what made it impossible.
+    """Serve one rank until the node says Shutdown or `stopped()` is true.
 
-    `adopted` is the device memory that this process brings. A failure is reported to the node before it is raised. Every transport
-    is closed by then, else it is an UnclosedError, and all memory stays as it is; NoNodeError when nothing had begun.
+    `adopted` is the device memory that this process brings. A failure is reported to the node, and raised. On return and on a raise
+    every transport is closed. When that is impossible, it raises UnclosedError and all memory stays as it is. Raises NoNodeError
+    when nothing had begun.
     """
     try:
         link.send(WorkerHello(rank=rank, pid=os.getpid(), adopted=bool(adopted)))
@@ -130,7 +129,7 @@ def serve_rank(
 
 
 def _say_closed(link: NodeLink, rank: Rank) -> None:
-    """Tell the node that nothing is left here that peers could write to, and wait until it has read that."""
+    """Tell the node that peers can write to nothing here any more, and wait for its answer."""
     try:
         link.send(WorkerClosed(rank=rank))
         deadline_s = time.monotonic() + CLOSE_ANSWER_S
@@ -138,7 +137,7 @@ def _say_closed(link: NodeLink, rank: Rank) -> None:
             if isinstance(link.receive(0.1), Shutdown):
                 return
         log.warning("worker_end_unanswered", rank=str(rank), limit_s=CLOSE_ANSWER_S)
-    except BridgeError as error:  # the node is gone, or does not know us any more: nothing waits for this
+    except BridgeError as error:  # the node is gone, or has forgotten this worker: nothing waits for the message
         log.info("worker_end_unheard", rank=str(rank), code=error.code, reason=str(error))
 
 
@@ -236,9 +235,9 @@ def bring_memory(
 
 
 def _exported(adopted: Sequence[Region], stack: ExitStack, *, required: bool) -> list[Extent]:
-    """Make the engine's device memory known to other processes of the host, each allocation once.
+    """Export the engine's device memory to other processes of the host, each allocation once.
 
-    `required`: memory that cannot be shared is an error, since the `local` transport is to reach it.
+    `required`: raise an error for memory that cannot be shared, since the `local` transport is to reach it.
     """
     allocations: list[Extent] = []
     for region in adopted:

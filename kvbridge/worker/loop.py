@@ -1,4 +1,4 @@
-"""One rank at work: it owns a device's memory registrations and its transport agents, and executes orders.
+"""One rank at work: the loop that executes the node's orders with the rank's transport agents.
 
 When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`). Once the successor is there, new
 transfers go through the successor, and the old transport is closed when its other transfers have ended. Only then is a room of
@@ -55,16 +55,16 @@ from kvbridge.worker.transports import Background, RankTransports, TransportFact
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 0.05
-"""How long the loop waits for a message while nothing is in flight."""
+"""Time that the loop waits for a message while nothing is in flight."""
 CONNECTING_WAIT_S = 0.0005
-"""The same while peers are being connected or let go of."""
+"""The same while peers are being connected or released."""
 HEARTBEAT_INTERVAL_S = 1.0
 ACTIVE_ORDERS = 16
-"""Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
+"""Most orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
 CLOSING_PAUSE_S = 0.01
-"""Between two looks whether everything is closed."""
+"""Time between two checks whether everything is closed."""
 MESSAGES_A_STEP = 64
-"""Messages that are taken before transfers are pushed forward again."""
+"""Most messages that are taken before transfers are pushed forward again."""
 
 
 class RankWorker:
@@ -80,7 +80,7 @@ class RankWorker:
         clock: Clock = monotonic,
         background: Background = in_background,
     ) -> None:
-        """`background`: where agents are built and closed."""
+        """`background` runs the building and closing of agents."""
         self._identity = identity
         self._link = link
         self._limits = limits
@@ -90,7 +90,7 @@ class RankWorker:
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
         self._revoking: RevokeEndpoints | None = None
-        """By which endpoints nobody is to write any more, as long as that is not so."""
+        """The node's wish that nobody writes by earlier endpoints, until it is fulfilled."""
         self._orders = OrderBook()
         self._verifications = Verifications(identity, link, clock=clock)
         self._copies = PageCopies(identity, link, clock=clock)
@@ -110,7 +110,7 @@ class RankWorker:
         self._stopping = False
         self._beaten_s = clock()
         self.closed = False
-        """Whether every transport has been torn down, and the GPU copies nothing any more."""
+        """Whether every transport has been torn down, and the GPU copies nothing."""
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -127,7 +127,7 @@ class RankWorker:
             self.close()
 
     def step(self) -> None:
-        """Take what the node sent, push every transfer forward once, and rest if nothing moved."""
+        """Take the node's messages, push every transfer forward once, and pause if nothing moved."""
         self._beat()
         busy = self._orders or self._verifications or self._copies
         self._receive(0.0 if busy else CONNECTING_WAIT_S if self._peers.busy else IDLE_WAIT_S)
@@ -152,14 +152,12 @@ class RankWorker:
             self._link.send(Heartbeat())
 
     def close(self) -> None:
-        """Tear every transport down; nothing of this worker moves a byte afterwards.
+        """Tear every transport down; this worker moves no byte afterwards.
 
-        Raises what made that impossible, DeadlineError when it takes too long: then `closed` stays False.
+        On an error `closed` stays False: a transport's own, or DeadlineError when closing takes too long.
         """
         until_s = self._clock() + self._limits.close_s
-        with (
-            ExitStack() as stack
-        ):  # in reverse: whatever fails, the transports are closed, and before a GPU is waited for
+        with ExitStack() as stack:  # in reverse, whatever fails: the transports are closed before a GPU is waited for
             stack.callback(self._points.close)
             stack.callback(self._close_copies, until_s)
             stack.callback(self._close_transports, until_s)
@@ -232,7 +230,7 @@ class RankWorker:
         self._confirm_closed(key)
 
     def _confirm_closed(self, key: RoomKey) -> None:
-        """Answer RoomClosed once no order of a room that is being closed is left, or only such as are not quiet."""
+        """Answer RoomClosed once no order of a room that is being closed is left, other than orders that are not quiet."""
         left = self._orders.of_room(key)
         if key not in self._closing or not all(order.reported for order in left):
             return
@@ -250,7 +248,7 @@ class RankWorker:
     # ------------------------------------------------------------------ peers
 
     def _disconnect(self, message: DisconnectPeer) -> None:
-        """End the orders that go to a peer, and let go of it when they have ended."""
+        """End the orders that go to a peer, and release the peer when they have ended."""
         name = message.peer
         self._peers.cancel(name)
         self._peers.retire(name)
@@ -261,7 +259,7 @@ class RankWorker:
     # ------------------------------------------------------------------ orders
 
     def _advance(self) -> bool:
-        """Start queued orders, poll active ones, report what ended. Returns whether anything changed."""
+        """Start queued orders, poll active ones, report those that ended. Return whether anything changed."""
         self._peers.tend(lambda used: any(order.uses(used) for order in self._orders.active))
         moved = self._start_queued()
         for order in list(self._orders.active):
@@ -322,14 +320,14 @@ class RankWorker:
         )
 
     def _digest_some(self) -> bool:
-        """Compute one slice of digests for the oldest order that lacks some, and one of what has arrived."""
+        """Compute one slice of digests for the oldest order that lacks some, and one of rows that have arrived."""
         order = next((order for order in self._orders.active if order.digests is not None), None)
         if order is not None:
             order.digest_some(self._clock)
         return self._verifications.step() or order is not None
 
     def _start_queued(self) -> bool:
-        """Start the orders whose peer is there and not too busy, in the order in which they came to it."""
+        """Start the orders whose peer is there and not too busy, for each peer in the order in which they came."""
         begun = self._orders.begin(
             ACTIVE_ORDERS, is_ready=lambda peer: not self._peers.connecting(peer), is_written=self._is_written
         )
@@ -338,7 +336,7 @@ class RankWorker:
         return bool(begun)
 
     def _is_written(self, order: Order) -> bool:
-        """Whether the engine's GPU has written what the order reads. One that cannot be asked fails the order."""
+        """Whether the engine's GPU has written the rows that the order reads. A GPU that cannot be asked fails the order."""
         try:
             return self._points.reached(order.request.after)
         except BridgeError as error:
@@ -357,7 +355,7 @@ class RankWorker:
         order.begin_digests(self._identity.geometry, room)
 
     def _report(self, order: Order) -> None:
-        """Say how an order ended. One that is not quiet stays active until its transport has been closed."""
+        """Report how an order ended. An order that is not quiet stays active until its transport has been closed."""
         order.reported = True
         if not order.not_quiet:
             self._orders.end(order)
@@ -369,14 +367,14 @@ class RankWorker:
     # ------------------------------------------------------------------ transports
 
     def _renew(self, message: RenewEndpoints) -> None:
-        """Give out endpoints of a later epoch, once they are there. Peers that write by the earlier ones are not disturbed yet."""
+        """Give out endpoints of a later epoch, once they are there. Peers that write by earlier endpoints go on for now."""
         if message.epoch > self._transports.asked_epoch:
             asked = message.model_dump(include={"epoch", "transports"})
             log.info("endpoints_asked_for", rank=str(self._identity.rank), **asked)
             self._transports.renew(message.epoch, message.transports)
 
     def _tend_transports(self) -> None:
-        """Change to successors, close agents that have nothing left to do, and say when earlier endpoints are of no use."""
+        """Change to successors, close agents that have nothing left to do, and report when earlier endpoints are shut."""
         changed = self._transports.tend()
         for old in self._transports.replaced:
             log.info("transport_replaced", rank=str(self._identity.rank), transport=old.name)

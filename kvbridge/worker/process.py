@@ -1,8 +1,8 @@
 """A rank worker as a process of its own: `python -m kvbridge.worker.process`. Started by its node's supervisor only.
 
-It ends when the node says so, when the connection to the node ends, or with the node's process. Signals that end
-services are the node's: systemd sends SIGTERM to every process of a unit, a shell to a whole group, and rooms could
-not be drained if workers obeyed. So before anything is imported that takes time, they are ignored.
+It ends when the node says so, when the connection to the node ends, or with the node's process. It ignores the signals that end
+services, before any slow import: systemd sends SIGTERM to every process of a unit, and a shell to a whole group, and rooms could
+not be drained if workers obeyed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.processes import end_with_parent  # noqa: PLC0415 - imports what takes a while
 
-        end_with_parent(
-            given.parent, signal.SIGKILL
-        )  # however the node ends, nobody may go on writing to its peers' memory
+        end_with_parent(given.parent, signal.SIGKILL)  # a worker must not write to peers' memory after its node's end
         from kvbridge.worker.lifecycle import serve  # noqa: PLC0415 - takes a while, in which no signal may end us
     return serve(given)
 
@@ -45,7 +43,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    # Both transfer libraries run threads of their own that do not like the interpreter's orderly end.
+    # Both transfer libraries run threads that do not survive the interpreter's orderly end.
     code = main()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What the parts of one rank worker have in common: whom it serves, its way to the node, where defects end, and its pauses."""
+"""The common ground of a rank worker's parts: its identity and limits, its link to the node, containing defects, its pauses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvbridge.pool.memory.extent import Extent
 log = structlog.get_logger(__name__)
 
 NodeLink = LocalClient[NodeToWorker, WorkerToNode]
-"""Used by the thread that serves the rank only."""
+"""Only the thread that serves the rank uses it."""
 
 
 def open_node_link(path: Path) -> NodeLink:
@@ -34,21 +34,22 @@ def open_node_link(path: Path) -> NodeLink:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What a worker serves."""
+    """The rank that a worker serves, and its memory at addresses of this process."""
 
     geometry: ModelGeometry
     manifest: RankManifest
     memory: tuple[Extent, ...]
+    """The pieces to register with transports."""
     transports: tuple[str, ...]
     """Transport names in order of preference."""
     epoch: int = 0
-    """Of the first endpoints that are given out."""
+    """The epoch of the first endpoints that are given out."""
     made: tuple[SharedRegion, ...] = ()
     """Device memory that this worker has made, as engines open it."""
     twins: tuple[Region, ...] = ()
-    """The node's twins of device pages, at addresses of this process."""
+    """The node's host copies of device pages, in no manifest and registered with no transport."""
     stage_tp_ranks: tuple[int, ...] = ()
-    """The tensor-parallel indices of the ranks of this stage on this node, who share the twins."""
+    """The tensor-parallel indices of this stage's ranks on this node, which share the host copies."""
     copy_backend: str = "kernel"
     """`tier.host.backend`."""
 
@@ -60,19 +61,19 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Limits of the time that a worker's work may take."""
+    """Time limits of a worker's work."""
 
     transfer_s: float
-    """A transfer, from its submission."""
+    """Limit of a transfer, from its submission."""
     close_s: float
-    """The end of all transports, and of the GPU's copies, together."""
+    """Limit of closing all transports and ending the GPU's copies, together."""
 
 
 @contextmanager
 def contained(work: str, **names: object) -> Iterator[None]:
-    """Let deliberate errors pass; log any other exception with its traceback, and raise a BridgeError in its place.
+    """Let BridgeErrors pass; log any other exception with its traceback, and raise a BridgeError in its place.
 
-    `work` says what is done, for the message; `names` say for whom, for the log.
+    `work` names the work in the message; `names` are fields of the log line.
     """
     try:
         yield
@@ -84,7 +85,7 @@ def contained(work: str, **names: object) -> Iterator[None]:
 
 
 BUSY_PAUSE_S = 0.0001
-"""The longest; sleeping beats spinning on few cores."""
+"""The longest pause; on few cores, sleeping is better than spinning."""
 SHORTEST_PAUSE_S = 0.00002
 PART_OF_WAITING = 0.02
 _PR_SET_TIMERSLACK = 29
@@ -92,30 +93,30 @@ _SLACK_NS = 1_000
 
 
 class Pauses:
-    """How long a worker rests when nothing has moved: as briefly as what it waits for is worth. Used by one thread.
+    """The length of a worker's pauses while nothing moves. Used by one thread.
 
-    A GPU ends its work without a word, so the end of a transfer, and the point that an engine's stream has to reach, are seen with
-    the next look. Where a GPU copies, a pause is a fiftieth of the time since something moved last: a transfer of 2 ms is answered
-    for within 40 us, and an engine that computes for a second is asked no more often than a copy by the processor.
+    A GPU sends no signal when its work ends, so a worker sees the end of a transfer, or the point that an engine's stream reaches,
+    only when it polls. Where a GPU copies, a pause is a fiftieth of the time since something moved last. A transfer of 2 ms is
+    reported within 40 us, and an engine that computes for a second is polled no more often than a copy by the processor.
     """
 
     def __init__(self, clock: Clock, *, with_gpu: bool) -> None:
-        """`with_gpu`: a GPU copies for this worker."""
+        """`with_gpu`: whether a GPU copies for this worker."""
         self._clock = clock
         self._with_gpu = with_gpu
         self._moved_s = clock()
 
     def sleep_precisely(self) -> None:
-        """Have the calling thread wake when it wants to: by default Linux lets it sleep for up to 50 us longer."""
+        """Have the calling thread wake on time: by default Linux lets it sleep for up to 50 us longer."""
         if self._with_gpu:
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)
 
     def moved(self) -> None:
-        """Something began or ended."""
+        """Note that something began or ended."""
         self._moved_s = self._clock()
 
     def next_s(self) -> float:
-        """How long to rest now."""
+        """Return the length of the pause to make now."""
         if not self._with_gpu:
             return BUSY_PAUSE_S
         waited_s = self._clock() - self._moved_s
