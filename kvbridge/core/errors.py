@@ -61,10 +61,7 @@ class ConfigError(InvalidInputError, code="config_invalid"):
 
 
 class UnavailableError(ConfigError):
-    """The configuration names a file, an address or a directory that is missing, held or unfit on this host now.
-
-    The configuration itself may be right: the same start can succeed later.
-    """
+    """A file, address or directory of the configuration is missing, held or unfit on this host now; a later start can succeed."""
 
 
 class NotFoundError(BridgeError, code="not_found", http_status=404):

@@ -98,10 +98,7 @@ class Namespaces:
         return ", ".join(f"'{name}'" if name else "the default one" for name in sorted(self.names)) or "none"
 
     def require(self, namespace: str, *, keyed: bool) -> None:
-        """Raise NamespaceError unless a request may name a namespace. `keyed`: it has page keys.
-
-        Everybody may send a request without keys and namespace, which shares nothing with anybody.
-        """
+        """Raise NamespaceError unless a request may name a namespace. `keyed`: it has page keys; without any it shares nothing."""
         if namespace in self or not (namespace or keyed):
             return
         named = f"namespace '{namespace}'" if namespace else "the default namespace (page_hashes without a namespace)"

@@ -41,10 +41,7 @@ class Closing(ABC):
 
 @contextmanager
 def importing(*unused: str) -> Iterator[None]:
-    """Import without the cycle collector, which would walk again and again through modules that stay.
-
-    Packages in `unused` are treated as not installed meanwhile.
-    """
+    """Import without the cycle collector, which would walk modules again and again; `unused` packages count as not installed."""
     hidden = [name for name in unused if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type] # None there is an ImportError
     gc.disable()

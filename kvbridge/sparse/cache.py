@@ -231,17 +231,11 @@ class SparseCache(Closing):
             stream.mark(self._point(place))
 
     def places(self, batch: int) -> torch.Tensor:
-        """Return where the step's new rows go: int32 [batch], physical rows, -1 for requests that complete none, and for padding.
-
-        The tensor is memory of the cache, so a captured graph reads each step's own places.
-        """
+        """Return where new rows go: int32 [batch] in the cache's memory, physical rows, -1 for no new row and for padding."""
         return self.memory.step[2, :batch]
 
     def append(self, layer: int, rows: torch.Tensor) -> None:
-        """Write the step's new rows of one layer: uint8 [batch, row_bytes], contiguous, on the device; `places` says where.
-
-        Rows of requests that complete none are skipped, whatever they hold.
-        """
+        """Write rows of one layer, uint8 [batch, row_bytes], contiguous, on the device, to their `places`; skip the others."""
         batch, row_bytes = rows.shape[0], self.component.row_bytes
         if rows.dtype is not torch.uint8 or tuple(rows.shape) != (batch, row_bytes) or not rows.is_contiguous():
             raise InvalidInputError(

@@ -114,10 +114,7 @@ def layer_memory(hot: torch.Tensor, host: Region) -> LayerMemory:
 
 
 def layer_pages(hot_pages: torch.Tensor, host_regions: Sequence[Region]) -> list[tuple[PageArray, PageArray]]:
-    """Return the hot pages and the host pages of all layers; layers whose host pages lie alike are together.
-
-    `hot_pages`: uint8 [layers, pages, page_bytes].
-    """
+    """Return hot pages, from uint8 [layers, pages, page_bytes], and host pages; layers whose host pages lie alike are together."""
     alike: dict[tuple[object, ...], list[int]] = {}
     for position, region in enumerate(host_regions):
         alike.setdefault(region.form, []).append(position)

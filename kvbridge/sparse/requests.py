@@ -146,11 +146,7 @@ class RequestBook:
         return request
 
     def begin_step(self, entries: Sequence[tuple[int, int]]) -> StepPlan:
-        """Decide a step and take note of it; entries are (request slot, rows after the step).
-
-        Raises InvalidInputError or NotFoundError naming the request, and ConflictError while another step is under way; then
-        nothing has changed.
-        """
+        """Decide a step of (slot, rows after). Raises InvalidInputError, NotFoundError, ConflictError; then nothing has changed."""
         if self._step is not None:
             raise ConflictError("a step is under way already; call end_step first")
         slots = tuple(slot for slot, _ in entries)

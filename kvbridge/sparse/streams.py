@@ -96,10 +96,7 @@ class SideStream:
 
 
 class Staging:
-    """A ring of int32 buffers: the device reads one while the host fills the next.
-
-    The host fills a buffer again when the device has read it, so the host waits only when it is ahead by all buffers.
-    """
+    """A ring of int32 buffers: the device reads one while the host fills the next; the host waits when all are unread."""
 
     def __init__(self, streams: Streams, *, words: int, count: int, pinned: bool) -> None:
         self._streams = streams

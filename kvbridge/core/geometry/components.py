@@ -164,10 +164,7 @@ class Component(FrozenModel):
         return self.slots_per_page * sum(self.row_parts_bytes[:part])
 
     def live_rows(self, tokens: int, prefix_tokens: int = 0) -> RowInterval:
-        """Return the rows that decode needs of a request of `tokens` tokens.
-
-        `prefix_tokens` is what decode already holds (whole pages from the start); it shortens growing components only.
-        """
+        """Return the rows that decode needs. The `prefix_tokens` that it holds already shorten growing components only."""
         if tokens < 0 or prefix_tokens < 0 or prefix_tokens > tokens:
             raise InvalidInputError(f"need 0 <= prefix_tokens <= tokens, got prefix {prefix_tokens} of {tokens} tokens")
         match self.liveness:
@@ -182,10 +179,7 @@ class Component(FrozenModel):
                 return RowInterval(start=0, stop=1 if tokens else 0)
 
     def sent_bytes(self, rows: RowInterval) -> int:
-        """Return the bytes sent for these rows of one layer, all lanes together: a whole page takes its padding along.
-
-        Between ranks that hold different lanes each lane goes by itself, without padding.
-        """
+        """Return the bytes sent for these rows of one layer, all lanes; whole pages have their padding unless lanes differ."""
         each = self.slots_per_page
         whole = 0 if self.is_ring else max(0, rows.stop // each - -(-rows.start // each))
         return whole * self.page_bytes() + (rows.count - whole * each) * self.row_bytes * self.lanes

@@ -84,10 +84,8 @@ class Region(FrozenModel):
         return self.lane_stop - self.lane_start
 
     def extents(self) -> list[tuple[int, int, int]]:
-        """Return (address, pages, bytes from the first page's begin to the last page's end) of each extent.
-
-        In a page-first pool that is less than pages x stride, which would reach beyond the memory.
-        """
+        """Return (address, pages, bytes from the first page's begin to the last one's end) of each extent."""
+        # In a page-first pool, pages x stride would reach beyond the memory.
         left = range(self.page_count, 0, -self.pages_per_extent)
         counts = [min(self.pages_per_extent, pages) for pages in left]
         return [

@@ -323,15 +323,13 @@ def _v4_fp8_row(head_dim: int, rope_dim: int) -> _Row:
 
 
 def _latent(config: _Config, form: Encoding, value_bytes: int, page: int) -> list[Component]:
-    """Return the components of a latent-attention model (DeepSeek-V2, V3), with the indexer of a sparse one (V3.2).
-
-    Only a sparse model's latents can live in the host pool: a dense model reads all of them at each step.
-    """
+    """Return the components of a latent-attention model (DeepSeek-V2, V3), with the indexer of a sparse one (V3.2)."""
     layers = [*range(config.positive("num_hidden_layers"))]
     indexed = config.model_type in INDEXED_MODELS
     config.names("layer_types", len(layers), allowed=frozenset({INDEXED if indexed else FULL}))
     width = config.positive("kv_lora_rank") + config.positive("qk_rope_head_dim")
     latent = _Row(form, (width * value_bytes,))
+    # A dense model reads all of its latents at each step, so they cannot live in the host pool.
     components = [_growing(ComponentKind.MLA_KV, layers, latent, page, host_capable=indexed)]
     if indexed:
         dim = config.positive("index_head_dim")

@@ -87,10 +87,7 @@ def window_pages(geometry: ModelGeometry, tokens: int) -> range:
 
 
 def most_window_pages(geometry: ModelGeometry) -> int:
-    """Return the most window pages that a request can need at once, at any length.
-
-    They hold the rows that are needed to compute one more token, wherever those rows begin.
-    """
+    """Return the most window pages that a request can need at once: rows to compute one more token, wherever those rows begin."""
     page, most = geometry.tokens_per_page, 0
     for component in _window_components(geometry):
         match component.liveness:
@@ -142,10 +139,7 @@ def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray
 
 
 def further_tables(held: Tables, named: Tables) -> Tables:
-    """Return the pages of `named` that follow those of `held`, which `named` may repeat.
-
-    Raises ConflictError when `named` has another page in the place of a held one, or leaves out pages between.
-    """
+    """Return the pages of `named` behind those of `held`, which it may repeat. Raises ConflictError for other pages, or a gap."""
     further = {}
     for space, table in named.items():
         before = held.get(space)

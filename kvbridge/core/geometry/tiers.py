@@ -111,10 +111,7 @@ def copy_space(space: IndexSpace) -> IndexSpace:
 def copied_components(
     geometry: ModelGeometry, on_host: Collection[ComponentKind], *, checkpoints: bool
 ) -> tuple[Component, ...]:
-    """Return the components that have host copies: those with device pages in `full`, and with `checkpoints` in `swa` too.
-
-    Components `on_host` live in the host pool and need none; nor do windows and states of which nothing is live at a page's end.
-    """
+    """Return the components with host copies, of `full` and, with `checkpoints`, of `swa`. Components `on_host` need none."""
     spaces = set(HOST_COPIES) if checkpoints else {IndexSpace.FULL}
     found = (one for one in geometry.components if one.space in spaces and one.kind not in on_host)
     return tuple(component for component in found if copy_page_bytes(geometry, component, component.lanes))
@@ -132,10 +129,7 @@ def copy_page_bytes(geometry: ModelGeometry, component: Component, lanes: int) -
 def copy_pieces(
     geometry: ModelGeometry, component: Component, device_lanes: tuple[int, int], copy_lanes: tuple[int, int]
 ) -> tuple[Piece, ...]:
-    """Return the pieces of a device page that its host copy keeps, where the two hold these lanes [start, stop).
-
-    Only the device's lanes are named: other ranks hold the others. Raises InvalidInputError when the copy does not hold them.
-    """
+    """Return the pieces of a device page that its host copy keeps, for lanes [start, stop) of each. Raises InvalidInputError."""
     (start, stop), (first, last) = device_lanes, copy_lanes
     if not first <= start < stop <= last:
         raise InvalidInputError(

@@ -116,10 +116,7 @@ class Plan:
 
 
 class Section(FrozenModel):
-    """A part of a request to move: the tokens [start_token, stop_token) of some layers.
-
-    `stop_token == prompt_tokens` makes the section final for its layers: windows, tails and whole rows go out with it.
-    """
+    """The tokens [start_token, stop_token) of some layers; the last section takes windows, tails and whole rows along."""
 
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0

@@ -135,10 +135,7 @@ def _slots(component: Component, start: int, stop: int) -> Slots:
 
 
 def byte_intervals(component: Component, lanes: int, slots: Slots) -> list[tuple[int, int]]:
-    """Return (offset, length) in bytes of `slots` of every part of `lanes` neighbouring lanes, from the first lane on.
-
-    Ascending; intervals that touch in the page are merged.
-    """
+    """Return (offset, length) in bytes of `slots` in each part of neighbouring `lanes`, ascending, merged where they touch."""
     merged: list[tuple[int, int]] = []
     for lane in range(lanes):
         for part, row_bytes in enumerate(component.row_parts_bytes):

@@ -101,10 +101,7 @@ class LayerGroup:
     """Which logical pages are sent."""
 
     def partial_stretches(self, split: PageSplit) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return the partial pages of which something is sent: logical page, and (offset, length) of each stretch.
-
-        Offsets count from the first copied lane, ascending.
-        """
+        """Return the partial pages to send: logical page, and (offset from the first copied lane, length) of each stretch."""
         return [
             (page, byte_intervals(self.component, self.lanes, slots))
             for page, slots in split.partial.items()
@@ -198,10 +195,7 @@ def destination_regions(manifest: RankManifest) -> RegionsByLayer:
 
 
 def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: Stripe) -> tuple[LayerGroup, ...]:
-    """Return what a rank has received once a request is complete, each group with the same regions on both sides.
-
-    Each rank of a node lists the node's host pool; `host_share` is the part of its pages that is this rank's.
-    """
+    """Return the groups of a complete request on a rank, with equal sides; `host_share`: the rank's part of the host pool."""
     held = destination_regions(manifest)
     name = f"rank {manifest.rank}"
     groups: list[LayerGroup] = []
@@ -213,10 +207,7 @@ def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: 
 
 
 def replica_share(component: Component, source: Rank, tp_size: int) -> tuple[tuple[int, ...], Stripe]:
-    """Return which layers of a component a source rank sends, of those that it has, and which pages of them.
-
-    The ranks of a stage that hold the same lanes are neighbours, and share the work.
-    """
+    """Return which layers of a component a source rank sends, of those that it has, and which pages: replicas share the work."""
     start, stop = lane_interval(component, source.tp, tp_size)
     count = tp_size * (stop - start) // component.lanes
     stripe = Stripe(source.tp % count, count)
@@ -298,10 +289,7 @@ class Demand:
     """The rows that the ranks of one node are to receive, whatever the request."""
 
     def __init__(self, geometry: ModelGeometry, destinations: Sequence[RankManifest]) -> None:
-        """`destinations`: of all ranks of the node, in the order in which they are introduced to peers.
-
-        Each rank's device copy counts; the host pool is one copy, however many ranks list it.
-        """
+        """`destinations`: of all ranks of the node, in the order that peers know. The host pool is one copy for all of them."""
         self._geometry = geometry
         self._device = Counter(held for manifest in destinations for held in _held(manifest, in_host=False))
         self._host = [_held(manifest, in_host=True) for manifest in destinations]
@@ -317,10 +305,7 @@ class Demand:
         return found
 
     def share(self, writer: Rank, *, tp_size: int, layers: Collection[int]) -> Share:
-        """Return the share of the rank of that name, in an instance where it has these layers.
-
-        Raises UnsupportedError when the lanes of a component cannot be split over `tp_size` ranks.
-        """
+        """Return the share of a rank that has these layers. Raises UnsupportedError when lanes do not divide by `tp_size`."""
         parts = []
         receiving = self._device + Counter(self._host[host_ordinal(writer, len(self._host))])
         for component in self._geometry.components:
@@ -336,10 +321,7 @@ class Demand:
         return Share(tuple(parts))
 
     def uncovered(self, shares: Iterable[Share]) -> str | None:
-        """Return a clause that names a component of which these shares are not all that is needed, or None.
-
-        They are shares of different ranks of one instance, whose stripes are all of one count.
-        """
+        """Return a clause that names a component which the shares of these ranks of one instance do not cover exactly, or None."""
         sent: Counter[ComponentKind] = Counter()
         stripes: dict[ComponentKind, int] = {}
         for share in shares:

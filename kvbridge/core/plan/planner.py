@@ -302,10 +302,7 @@ def _partial_batches(parts: Iterable[Part], known: Neighbours, most_dead_bytes: 
 def _stretches(
     members: Sequence[Member], live: Mapping[LayerGroup, Sequence[tuple[int, int]]], most_dead_bytes: int
 ) -> tuple[IndexArray, IndexArray]:
-    """Return ascending offsets and lengths of what is sent of a neighbourhood's page; `live`: those of a layer's page.
-
-    Dead bytes between two live stretches are taken along where they are at most `most_dead_bytes`.
-    """
+    """Return ascending offsets and lengths to send of a neighbourhood's page, dead bytes between close stretches included."""
     pieces, begin = [], 0
     for group, count in members:
         offset, length = np.array(live[group], dtype=np.int64).T

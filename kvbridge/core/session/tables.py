@@ -108,20 +108,14 @@ Row = Mapping[Any, Meaning]
 
 @dataclass(frozen=True, slots=True)
 class Hearing(Generic[StateT, SpeakerT]):
-    """The messages that a room expects: for each state, which speaker may say what.
-
-    A message is looked up before any handler runs. No handler looks at the state of a room again.
-    """
+    """The messages that a room expects in each state, by speaker. A message is looked up before any handler runs."""
 
     rows: Mapping[StateT, Mapping[SpeakerT, Row]]
     unknown: Mapping[SpeakerT, Row]
     """For a room that this node does not know (any more)."""
 
     def meaning(self, state: StateT | None, speaker: SpeakerT | None, message: str) -> Meaning | None:
-        """Return the meaning of a message for a room in a state (None: unknown), or None when it is to be refused.
-
-        `speaker` is None for somebody whom the room does not concern.
-        """
+        """Return the meaning of a message in a state (None: unknown room), or None to refuse it. `speaker`: None for a stranger."""
         speakers = self.unknown if state is None else self.rows[state]
         row = None if speaker is None else speakers.get(speaker)
         return None if row is None else row.get(message)

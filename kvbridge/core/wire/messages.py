@@ -183,10 +183,7 @@ FEATURES = Features()
 
 
 def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str, ...]:
-    """Return the features that both sides have. `us` and `them` name the sides, for people.
-
-    Raises FeatureError, which names the lacking features and the side to upgrade.
-    """
+    """Return the features that both sides, named `us` and `them` for people, have. Raises FeatureError with the side to upgrade."""
     for requiring, wanted, lacking, there in ((us, ours, them, theirs), (them, theirs, us, ours)):
         missing = sorted({*wanted.requires} - {*there.has})
         if missing:
@@ -209,10 +206,7 @@ class Hello(Message, type="hello"):
 
 
 class Intend(RoomMessage, type="intend"):
-    """Hold this room for us until our engine has pages for it.
-
-    An Intend ends with our Offer, with an Abort of either side, or with the conversation.
-    """
+    """Our engine has no pages yet: hold this room until our Offer, an Abort of either side, or the end of the conversation."""
 
     prompt_tokens: Positive
     prompt_digest: PromptDigest = b""

@@ -65,10 +65,7 @@ class DeviceAllocationRequest(FrozenModel):
 
 
 class StreamPoint(FrozenModel):
-    """A point in the work of an engine's GPU that another process can wait for: an interprocess event.
-
-    The event may be recorded again later. Waiting for it then takes longer, and is still right.
-    """
+    """An interprocess event in the work of an engine's GPU. Recorded again, it is reached later, which is still right."""
 
     model_config = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")
 

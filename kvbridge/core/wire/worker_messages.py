@@ -127,10 +127,7 @@ class PageMove(FrozenModel):
 
 
 class CopyPages(Message, type="copy_pages"):
-    """Copy your part of device pages to host memory; answered by PagesCopied.
-
-    The device pages are final. The ranks of a stage divide among them what each of them holds whole.
-    """
+    """Copy your part of these final device pages to host memory; answered by PagesCopied. Ranks of a stage divide whole pages."""
 
     order: Positive
     moves: Annotated[tuple[PageMove, ...], Field(max_length=MAX_MOVES)]
@@ -202,10 +199,7 @@ class WorkerProgress(Message, type="worker_progress"):
 
 
 class WorkerReady(Message, type="worker_ready"):
-    """Memory is created and registered, and peers reach it as described.
-
-    Said again with other endpoints, after RenewEndpoints or when a transport had to be replaced.
-    """
+    """Memory is registered, and peers reach it as described. Said again with other endpoints, after a renewal or a replacement."""
 
     rank: Rank
     pid: Positive
