@@ -1,6 +1,6 @@
 """The prefixes of a node in the store below its host memory: written when pages come to the host, fetched before admission.
 
-Fetched objects go to host pages that are reserved for them, all or nothing. They enter the index only when the store's process has
+Fetched objects go to host pages that are reserved for them, all or nothing, and enter the index only when the store's process has
 compared every byte. A request waits for a fetch at most `tier.prefetch_s` and goes on with the pages that have come. A get that has
 not ended by then keeps its pages until it ends, by the store's word or with the store's process. Written pages are pinned on the
 host until the store has let go of them. Whatever the store does, a request finds what is cached or computes it.
@@ -97,8 +97,8 @@ class StoredPrefixes:
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         """By the first key that is fetched and the one before it: a key alone is not one namespace's."""
         self.prefetches: Counter[str] = Counter()
-        """How fetches ended: `found`, all that the store was known to have; `late`, the time was over before; `part`; `nothing`;
-        `failed`, by a defect."""
+        """How fetches ended: `found`, all that the store was known to have; `late`, not in time; `part`; `nothing`; `failed`, by a
+        defect."""
         self._fetched_pages = 0
         self.waiting: dict[bytes, int] = {}
         """Prompts to be written, by the keys of their last pages: the first page to write."""
@@ -173,15 +173,16 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ from the store
 
     async def prefetch(self, keys: Keys) -> None:
-        """Bring the pages of these keys to the host that only the store has, until `tier.prefetch_s` has passed.
+        """Bring the pages of these keys to the host that only the store has, for at most `tier.prefetch_s`.
 
-        Never more than the host has pages for. The store's errors never reach the caller. Requests for the same prompt wait for the
-        same pages.
+        Requests for the same prompt wait for the same pages. The store's errors never reach the caller.
         """
         if self.client is None:
             return
         counts = self._book.counts()
-        keys = keys[: min(sum(counts[space].values()) for space in self._spaces[PAGES])]
+        keys = keys[
+            : min(sum(counts[space].values()) for space in self._spaces[PAGES])
+        ]  # all that the host has pages for
         have = self._usable(keys)
         if have == len(keys) or len(set(keys.to_list())) != len(keys):
             return
@@ -213,13 +214,12 @@ class StoredPrefixes:
             log.exception("prefix_fetch_failed", wanted_pages=stop - have)
         finally:
             seconds = self._clock() - begun_s
-            outcome = "part" if came else "nothing"
+            is_late = seconds > 0.99 * self._settings.prefetch_s  # timers are as exact as the loop's clock
+            outcome = "late" if is_late else "part" if came else "nothing"
             if is_defect:
                 outcome = "failed"
             elif came and self._usable(keys) >= stop:
                 outcome = "found"
-            elif seconds > 0.99 * self._settings.prefetch_s:  # timers are as exact as the loop's clock
-                outcome = "late"
             self.prefetches[outcome] += 1
             self._fetched_pages += came
             figures = {"wanted_pages": stop - have, "pages": came, "seconds": round(seconds, 4)}
@@ -253,7 +253,7 @@ class StoredPrefixes:
     async def _bring(self, client: StoreClient, keys: Keys, until_s: float, current: tuple[int, int]) -> int:
         """Fetch the pages of these keys that the host lacks; return how many are new.
 
-        `current`: how often pages had been dropped, all and some, when the store was first asked.
+        `current`: the counts of drops when the store was first asked.
         """
         pinned = self._copies.pin(keys)
         gets: list[_Get] = []
@@ -348,7 +348,7 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ dropped from the store
 
     async def drop(self) -> DroppedObjects:
-        """Drop all objects of this node's model, of all nodes. To be called when the cache has been dropped.
+        """Drop all objects of this node's model, also of other nodes. To be called when the cache has been dropped.
 
         A write that is under way ends before, and a fetch that began before is not kept.
         """
@@ -419,7 +419,7 @@ class StoredPrefixes:
         self._woken.set()
 
     async def _write_all(self, client: StoreClient) -> None:
-        """Drop and write for ever, one order after the other, so that a fetch finds the store's process free."""
+        """Drop and write for ever, one order at a time, so that a fetch finds the store's process free."""
         while True:
             if not (self.waiting or self.to_forget):
                 self._woken.clear()
