@@ -1,1 +1,1 @@
-"""What a node decides: rooms, admission, handshakes with peers, the engine API."""
+"""The decisions of a node: rooms, admission, handshakes with peers, the engine API."""

@@ -1,13 +1,13 @@
 """The fair queue of requests that wait for pages: a pure policy.
 
 The rule. Every client waits in a line of its own, first in, first out. The first of each line is a *head*; its *turn* began when it
-became one. Of the heads that fit, the one whose client has the fewest rooms in use is admitted; of equals the one whose turn began
-first, so that equals go round in a ring.
+became one. Among the heads that fit, the one whose client has the fewest rooms in use is admitted; among equals the one whose turn
+began first, so that equals go round in a ring.
 
 Small requests may therefore pass a large head that does not fit, but not for ever. A head during whose turn `max_overtakes` others
 were admitted is *firm*: firm heads are looked at first, by the beginning of their turns, and a firm head that does not fit claims
 the pages that it needs. Every later request gets only the pages that the claim leaves: `available - claim`, never less than
-nothing, in each space. So pages that become available stay for the firm head, and it is admitted once enough have been released.
+nothing, in each space. Pages that become available stay for the firm head, which is admitted once enough have been released.
 
 The consequence: while a request is at the head of its line, at most `max_overtakes` others are admitted from the pages that it
 needs, and then at most one for each other client that was firm before it. A request that does not wait gets only pages that no

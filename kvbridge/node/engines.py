@@ -155,8 +155,9 @@ class Engines:
             answer = Refused(call=message.call, code=code_of(refusal), message=text, retry_after_s=retry_after_s)
         self.send(engine, answer)
         if isinstance(answer, Attached):
-            for event in self._rooms.open_events():
-                self.send(engine, event)
+            for room in self._rooms.book:
+                if room.state in self._rooms.waits_for_engine:  # its event was before this engine
+                    self.send(engine, self._rooms.event(room))
 
     def _answer(self, name: str, message: Call) -> NodeToEngine:
         if isinstance(message, Attach):

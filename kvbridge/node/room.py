@@ -1,8 +1,8 @@
 """One attempt at one request on a node, as both roles keep it, and the page keys that its engines state.
 
-Whoever names a page key gets its page, and the keys of a request come from a router. So engines state the keys of the tokens that
-they really have, and a room goes on only with equal ones. Errors name pages, never tokens or keys. A router's keys say nothing of
-the tokens behind the last whole page: there the engines of a room are compared.
+Whoever names a page key gets its page, and the keys of a request come from a router. Engines therefore state the keys of the tokens
+that they really have, and a room goes on only with equal ones. Errors name pages, never tokens or keys. A router's keys say nothing
+of the tokens behind the last whole page: there the engines of a room are compared.
 """
 
 from __future__ import annotations

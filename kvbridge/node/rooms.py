@@ -294,10 +294,6 @@ class Rooms(ABC, Generic[RoomT]):
             reason=room.reason,
         )
 
-    def open_events(self) -> list[RoomEvent]:
-        """Return the events that an engine which attaches now has missed."""
-        return [self.event(room) for room in self.book if room.state in self.waits_for_engine]
-
     @staticmethod
     def answer(call: int, room: RoomT, **more: Any) -> Pages:  # noqa: ANN401 - further fields of the answer
         """Answer a call with a room's tables."""

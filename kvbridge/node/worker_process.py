@@ -28,7 +28,7 @@ LINES = 50
 """Lines of the libraries below one worker that are written within a second."""
 
 _HARMLESS = re.compile(r"Local segment descriptor not found|Logging before InitGoogleLogging")
-"""What Mooncake reports at every good start."""
+"""Lines that Mooncake writes at every good start."""
 _LEVELS = (
     # glog, which Mooncake uses: E1122 10:11:12.131415  4711 file.cpp:12] text
     re.compile(r"^([IWEF])\d{4,8} \d\d:\d\d:\d\d"),

@@ -1,7 +1,7 @@
 """How a decode node shuts out writers that give no proof of having stopped.
 
-What a writer has sent may still lie in a buffer on the way, the kernel of this machine included, and no library can take it back:
-it ends where the endpoint that it goes to is closed. A round is:
+Bytes that a writer has sent may still lie in a buffer on the way, the kernel of this machine included, and no library can take them
+back: they end where the endpoint that they go to is closed. A round is:
 
     renewing    every rank builds new endpoints beside the old ones; peers are told of them
     waiting     rooms that were offered before write on by the old ones and end in peace, up to `timeouts.fence_s`

@@ -187,7 +187,10 @@ class PrefillNodes:
             case Welcome() if message.incarnation == peer:
                 self._welcomed(address, message)
             case Rejected():
-                self._rejected(address, message)
+                if known := self._known.get(address):
+                    kind = errors_by_code().get(message.code, PeerError)
+                    text = f"the prefill node at {address.endpoint} rejected us: {message.message}"
+                    self._reject(known, kind(text))
             case Digests() | Done() | PathLost() | Failed() | Drained() if self.speaks(address, peer):
                 self.writers.hear(peer, message)
             case Welcome() | Digests() | Done() | PathLost() | Failed() | Drained():
@@ -242,12 +245,6 @@ class PrefillNodes:
                 f"{doubt}it calls itself {incarnation}, which is another node's incarnation under another key"
             )
 
-    def _rejected(self, address: PeerAddress, message: Rejected) -> None:
-        known = self._known.get(address)
-        if known is not None:
-            kind = errors_by_code().get(message.code, PeerError)
-            self._reject(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
-
     def _reject(self, known: _KnownPrefill, error: BridgeError) -> None:
         self.events.emit(PeerRejected(peer=known.peer, code=error.code, reason=str(error)))
         self._fail(known, error, str(error))
@@ -256,8 +253,7 @@ class PrefillNodes:
 
     def lost(self, address: PeerAddress, reason: str) -> None:
         """Give up a prefill node that does not answer any more; the next room says hello again."""
-        known = self._known.get(address)
-        if known is not None:
+        if known := self._known.get(address):
             self.events.emit(PeerLost(peer=known.peer, reason=reason))
             self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"), reason)
 
@@ -275,8 +271,7 @@ class PrefillNodes:
 
     def restarted(self, address: PeerAddress) -> None:
         """Say hello again: another incarnation answers at a known address, or the same one has forgotten this node."""
-        known = self._known.get(address)
-        if known is not None:
+        if known := self._known.get(address):
             self._lose(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
             self._say_hello(address)
 
@@ -329,7 +324,3 @@ class PrefillNodes:
             )
             for known in self._known.values()
         )
-
-    def addresses(self) -> list[PeerAddress]:
-        """Return every address that was said hello to."""
-        return list(self._known)

@@ -117,8 +117,11 @@ class _KnownDecode:
 
 @dataclass(eq=False)
 class _Mailbox:
-    """Messages of a peer whose introduction is being checked, in their order: an offer that follows changed memory waits for it."""
+    """An introduction that is being checked, and the peer's later messages: an offer that follows changed memory waits for it."""
 
+    peer: str
+    hello: Hello
+    claim: ClaimedName
     expires_s: float
     wanted: bool = True
     bytes: int = 0
@@ -165,8 +168,14 @@ class DecodeNodes:
         match message:
             case Hello():
                 self._hello(peer, message)
-            case Intend() | Offer() if peer not in self._known:
-                self._refuse_unknown(peer, message)
+            case Intend() | Offer() if peer not in self._known:  # nobody writes to memory that was never introduced
+                text = f"an {message.type} for room {message.room} from {peer}, which has not been welcomed here"
+                self.events.frame_refused("unmet", text)
+                why = "this prefill node does not know you (any more): say hello first"
+                about = {"room": message.room, "generation": message.generation}
+                self.send(peer, Failed(**about, code=NotReadyError.code, message=why))
+                if isinstance(message, Offer):  # an offer may follow an intent
+                    self.send(peer, Drained(**about))
             case Abort() if peer not in self._known:
                 text = f"an abort of room {message.room} from {peer}, which is not welcome here"
                 self.events.frame_refused("unmet", text)
@@ -179,16 +188,6 @@ class DecodeNodes:
                 text = f"{message.type} from {peer}: a prefill daemon does not take it"
                 self.events.frame_refused("wrong_direction", text)
 
-    def _refuse_unknown(self, peer: str, offer: Intend | Offer) -> None:
-        """Nobody writes to memory that was never introduced, or whose owner we have given up."""
-        text = f"an {offer.type} for room {offer.room} from {peer}, which has not been welcomed here"
-        self.events.frame_refused("unmet", text)
-        why = "this prefill node does not know you (any more): say hello first"
-        about = {"room": offer.room, "generation": offer.generation}
-        self.send(peer, Failed(**about, code=NotReadyError.code, message=why))
-        if isinstance(offer, Offer):  # an offer may follow an intent
-            self.send(peer, Drained(**about))
-
     def _hello(self, peer: str, hello: Hello) -> None:
         """Take the introduction of a decode node: its first one, or one after it changed."""
         node = hello.node
@@ -198,7 +197,12 @@ class DecodeNodes:
             agreed = self._agree(node, hello.features)
             known = self._known.get(peer)
             if known is None or (known.name[:2], known.ranks) != (claim[:2], node.ranks):
-                self._inspect(peer, hello, claim)
+                mailbox = _Mailbox(peer, hello, claim, self.clock() + self.check_s)
+                self._account(mailbox, hello)
+                self._mailboxes[peer] = mailbox
+                ours, require = self.introduction, partial(self._require, mailbox)
+                work = partial(check_introduction, node, ours, self.geometry, require)
+                self.links.inspect(work, partial(self._inspected, mailbox))
                 return
             known.features = agreed
             if not known.waiting:
@@ -212,15 +216,6 @@ class DecodeNodes:
 
     # ------------------------------------------------------------------ checks of introductions
 
-    def _inspect(self, peer: str, hello: Hello, claim: ClaimedName) -> None:
-        mailbox = _Mailbox(self.clock() + self.check_s)
-        self._account(mailbox, hello)
-        self._mailboxes[peer] = mailbox
-        work = partial(
-            check_introduction, hello.node, self.introduction, self.geometry, partial(self._require, mailbox)
-        )
-        self.links.inspect(work, partial(self._inspected, peer, mailbox, hello, claim))
-
     def _account(self, mailbox: _Mailbox, message: PeerMessage) -> None:
         mailbox.bytes += MESSAGE_BYTES
         match message:
@@ -229,11 +224,8 @@ class DecodeNodes:
             case Hello():
                 mailbox.bytes += sum(map(len, message.node.ranks))
         of_others = sum(other.bytes for other in self._mailboxes.values() if other is not mailbox)
-        if (
-            len(mailbox.messages) >= MOST_MESSAGES
-            or mailbox.bytes > MOST_PEER_BYTES
-            or of_others + mailbox.bytes > MOST_BYTES
-        ):
+        is_too_much = mailbox.bytes > min(MOST_PEER_BYTES, MOST_BYTES - of_others)
+        if is_too_much or len(mailbox.messages) >= MOST_MESSAGES:
             raise CapacityError("too much waits for introductions to be checked; try again shortly")
 
     def _require(self, mailbox: _Mailbox) -> None:
@@ -246,9 +238,8 @@ class DecodeNodes:
                 "busy, or it names too much memory"
             )
 
-    def _inspected(
-        self, peer: str, mailbox: _Mailbox, hello: Hello, claim: ClaimedName, error: BaseException | None
-    ) -> None:
+    def _inspected(self, mailbox: _Mailbox, error: BaseException | None) -> None:
+        peer, hello, claim = mailbox.peer, mailbox.hello, mailbox.claim
         if self._mailboxes.get(peer) is not mailbox:
             return
         del self._mailboxes[peer]
@@ -281,13 +272,12 @@ class DecodeNodes:
         for old, other in list(self._known.items()):
             if old != peer and other.name[:2] == claim[:2]:
                 self.gone(old, f"it was restarted (now {peer})")
-        known = self._known.get(peer)
+        known, ranks = self._known.get(peer), hello.node.ranks
         connecting = dict.fromkeys(self.workers.layers, 0) if known is None else known.connecting
-        features = self._agree(hello.node, hello.features)
-        known = self._known[peer] = _KnownDecode(claim, hello.node.ranks, features, connecting)
+        self._known[peer] = _KnownDecode(claim, ranks, self._agree(hello.node, hello.features), connecting)
         for rank in connecting:
             connecting[rank] += 1
-            self.workers.send(rank, ConnectPeer(peer=peer, ranks=known.ranks))
+            self.workers.send(rank, ConnectPeer(peer=peer, ranks=ranks))
 
     def _check_name(self, peer: str, node: NodeDescription, claim: ClaimedName) -> None:
         present = [other.name for one, other in self._known.items() if one != peer]

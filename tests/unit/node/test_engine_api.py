@@ -240,7 +240,12 @@ def test_the_decode_verbs():
     bench.admit()
     assert api.call(Claim(call=2, room=1)).code == "conflict"
     bench.done(metadata=b"first token")
+    api.attach("late")
     pages = api.call(Claim(call=3, room=1))
+    api.attach("later")
+    assert [(engine, event.kind) for engine, event in api.messages if isinstance(event, RoomEvent)] == [
+        ("late", "committed")
+    ], "an engine hears of rooms that wait for one, although it comes after them"
     assert (pages.metadata, pages.amounts) == ({"pp0.tp0": b"first token"}, full_amounts(TOKENS))
     assert pages.phases_s["move"] == 1.0
     extended = api.call(Extend(call=4, room=1, tokens=3 * PAGE))

@@ -83,7 +83,7 @@ def test_a_node_is_greeted_once_and_then_known():
     side.nodes.send(PREFILL, Heartbeat())
     side.nodes.send("nobody", Heartbeat())
     assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
-    assert side.nodes.addresses() == [ADDRESS]
+    assert list(side.nodes._known) == [ADDRESS]
     assert side.nodes.peers()[0].incarnation == PREFILL
 
 
@@ -91,7 +91,7 @@ def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():
     side = DecodeSide(ranks=(bytes(1 << 20),) * 3)
     with pytest.raises(InvalidInputError, match=r"3145728 bytes to describe its 3 ranks.*pools\.host\.extent_bytes"):
         side.nodes.known_node(ADDRESS)
-    assert (side.opened, side.nodes.addresses()) == ([], [])
+    assert (side.opened, list(side.nodes._known)) == ([], [])
 
 
 @pytest.mark.parametrize("how", ["lost", "rejected", "restarted", "another life"])
@@ -125,7 +125,7 @@ def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
         assert side.nodes.known_node(address) is None
         assert not side.nodes.speaks(address, PREFILL)
     side.welcome(address=stranger)
-    assert isinstance(side.found_at_change[-1], BridgeError) or stranger not in side.nodes.addresses()
+    assert isinstance(side.found_at_change[-1], BridgeError) or stranger not in list(side.nodes._known)
     assert not side.nodes.speaks(stranger, PREFILL)
     side.welcome(address=same)
     assert side.nodes.speaks(same, PREFILL), "one node may have two addresses"
@@ -141,7 +141,7 @@ def test_a_further_address_of_a_node_is_the_node_as_long_as_its_link_stands():
     side.nodes.same(other, ADDRESS)
     assert side.closed == [other]
     assert side.nodes.known_node(other) is side.nodes.known_node(ADDRESS)
-    assert side.nodes.addresses() == [ADDRESS]
+    assert list(side.nodes._known) == [ADDRESS]
     side.nodes.restarted(ADDRESS)
     assert side.nodes.known_node(other) is None, "it is asked anew"
     assert side.opened == [ADDRESS, other, other]
