@@ -18,7 +18,8 @@ from kvbridge.control.runtime_directory import require_private_directory
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, size, warning
-from kvbridge.kernels.cuda import has_accelerator, runtime
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.runtime import has_accelerator
 from kvbridge.pool.memory.shared_mapping import MemoryLimit, control_group_limits, machine_limits, why_not_memory
 from kvbridge.processes import OPEN_FILES_SHARE, module_command, signal_name
 

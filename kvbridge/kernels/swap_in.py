@@ -4,7 +4,7 @@ The hot region of a layer has, for each request slot, `hot_rows` hot slots and a
 request is in the ring, at r % ring_rows, when r >= max(ring_begin, ((rows - 1) // slots_per_page - (ring pages - 1)) *
 slots_per_page). Any earlier row is on the host, and in a hot slot if `slot_of_row` says so.
 
-What a step does for one request, exactly:
+A step does exactly this for one request:
 
 1. Selected rows that are -1, or not below `rows`, give -1. Ring rows give their place in the ring. Resident rows give their slot:
    these slots are *used*.
@@ -12,7 +12,7 @@ What a step does for one request, exactly:
    request's pages by their host page ids: so each step reads the host in the order of addresses.
 3. Missing row m takes the m-th slot of this order: oldest age first, then lowest slot; used slots never. The age of a slot is
    the index of the first of its four bit planes that is set, or 4; plane 0 is the present generation. Empty slots have age 4.
-4. The rows are copied. What the slot held before is not resident any more.
+4. The rows are copied. The row that the slot held before is not resident any more.
 5. Used and loaded slots are set in plane 0. When two thirds of the hot slots are, the planes move up by one and plane 0 is empty.
 
 This is LRU in five classes of age. On recorded and made-up selections it costs at most 0.3 % of hits against LRU; with

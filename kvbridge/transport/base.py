@@ -1,7 +1,7 @@
-"""What every transport promises (`Transport`), and what all backends do in the same way (`Backend`).
+"""The promise of every transport (`Transport`), and the common work of all backends (`Backend`).
 
-The promise. Neither transfer library stops a transfer that it has reported as failed. So a backend says one of two
-things of a failure: `FAILED_QUIET` (no operation of this transfer reads its source any more, nor sends anything) or
+The promise. Neither transfer library stops a transfer that it has reported as failed. A backend therefore says one of
+two things of a failure: `FAILED_QUIET` (no operation of this transfer reads its source any more, nor sends anything) or
 `FAILED_NOT_QUIET` (some still may). After the second the only cure is `close()` of the whole transport, and pages
 on both sides must not be used again before that. A transfer is never simply dropped: it is polled until it is terminal.
 
@@ -29,8 +29,8 @@ from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents, Stretch
+from kvbridge.transport.threads import Call
 
 log = structlog.get_logger(__name__)
 
@@ -163,15 +163,10 @@ class Transport(ABC):
 
 
 class KnownPeer(Protocol):
-    """What a backend keeps of a connected peer."""
+    """A connected peer: its name in messages, and its memory as announced."""
 
-    @property
-    def label(self) -> str:
-        """The peer's name in messages."""
-
-    @property
-    def extents(self) -> Extents:
-        """The peer's memory, as announced."""
+    label: str
+    extents: Extents
 
 
 PeerT = TypeVar("PeerT", bound=KnownPeer)
@@ -187,6 +182,9 @@ class Backend(Transport, Generic[PeerT]):
         self._peers: dict[Peer, PeerT] = {}
         self._transfers: weakref.WeakKeyDictionary[Transfer, Peer] = weakref.WeakKeyDictionary()
         """Transfers that somebody still holds."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._memory!r}, {len(self._peers)} peers>"
 
     def register(self, memory: Sequence[Extent]) -> None:
         self._require_open()

@@ -1,4 +1,4 @@
-"""Transfers with bounded submission over libraries that have no bounds of their own, and the thread that pushes some of them.
+"""Transfers with bounded submission over libraries that have no bounds of their own.
 
 A backend hands in a `Submitter`. Why a window: Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger
 batch in part; and neither library can take back what it was given, so everything in flight has to be waited out after a failure. A
@@ -7,17 +7,10 @@ the quiet timeout has passed (FAILED_NOT_QUIET).
 
 Work is done for a batch, never for an operation, and a poll asks after the oldest batch only, since batches end
 about in the order in which they were started: asking takes a lock of the library, and some ask its network.
-
-Why a thread (`Pump`). A copy by the processor lets go of the interpreter lock, so the caller's loop goes on beside it, and its
-pauses cost no bandwidth. Posting a MiB over TCP takes NIXL 0.3 ms on idle cores and several on busy ones, since the first bytes are
-sent right there. A loop that stops after a millisecond then posts one batch, pauses, finds it sent and never has a second one in
-flight: 0.4 GB/s where 2 were possible. This thread refills until the window is full, and the caller may poll as seldom as it likes.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -31,20 +24,15 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
-from kvbridge.transport.calls import start_thread
 
 POLL_BUDGET_S = 0.001
 """A poll starts nothing further after so long; the rest starts at the next poll."""
-IDLE_WAIT_S = 1.0
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.0004
-"""Between two rounds of the pump in which nothing was started and nothing ended; doubled each time, so that the end of a page is
-seen at once and a long transfer is not asked after too often."""
 
 HandleT = TypeVar("HandleT")
 
 
 class Progress(Enum):
-    """What a library says of one batch of operations."""
+    """A library's answer about one batch of operations."""
 
     PENDING = "pending"
     DONE = "done"
@@ -134,7 +122,7 @@ class Load:
 
 
 class Window(Load):
-    """What is in flight to one peer, over all transfers to it, which share the window evenly so that none starves."""
+    """Everything in flight to one peer, over all transfers to it. They share the window evenly, so that none starves."""
 
     def __init__(self, limits: WindowLimits) -> None:
         super().__init__()
@@ -251,9 +239,10 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._settle()
         return self._submitter is None or before != (self._next, self._held.operations)
 
-    def cut_off(self, reason: str, state: TransferState = TransferState.FAILED_QUIET) -> None:
-        """End now, because whoever carried the operations has ended. Terminal states stay."""
+    def cut_off(self, reason: str, *, quiet: bool = True) -> None:
+        """End now, because the carrier of the operations has ended. Terminal states stay."""
         if not self.state.terminal:
+            state = TransferState.FAILED_QUIET if quiet else TransferState.FAILED_NOT_QUIET
             self._end(state, self._error or self._told(reason))
 
     def _go_on(self, submitter: Submitter[HandleT]) -> None:
@@ -377,88 +366,3 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._window.transfers.discard(self)
         if submitter is not None:
             submitter.end()
-
-
-class Pump:
-    """A thread that pushes transfers until each is terminal; they take turns. The thread starts with the first transfer."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._active: list[WindowedTransfer[Any]] = []
-        self._closed = False
-        self._thread: threading.Thread | None = None
-        self._pause_s = SHORTEST_PAUSE_S
-
-    def __repr__(self) -> str:
-        return f"<Pump {self._name}: {len(self._active)} transfers{', closed' if self._closed else ''}>"
-
-    def require_open(self) -> None:
-        """Raise TransportError when the pump has ended."""
-        if self._closed:
-            raise TransportError(f"the {self._name} transport has been closed or has failed; create another one")
-
-    def add(self, transfer: WindowedTransfer[Any]) -> None:
-        """Push a transfer until it is terminal. Raises TransportError when the pump has ended, or its thread cannot start."""
-        with self._changed:
-            self.require_open()
-            if self._thread is None:
-                self._thread = start_thread(self._run, name=self._name)
-            transfer.pumped = True
-            self._active.append(transfer)
-            self._changed.notify_all()
-
-    def close(self, *, timeout_s: float) -> list[WindowedTransfer[Any]]:
-        """End the thread after the call that it is in, and return the transfers that are not terminal.
-
-        Raises TransportError when that call has not returned after `timeout_s`.
-        """
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise TransportError(
-                    f"the {self._name} transport's thread did not end within transports.{self._name}.close_timeout_s "
-                    f"({timeout_s:g} s); it may still write, so pages of its transfers must not be used again before this process "
-                    "has ended"
-                )
-        left, self._active = self._active, []
-        return left
-
-    def _run(self) -> None:
-        try:
-            while not self._closed:
-                self._round()
-        finally:
-            self._fail_unless_closed()
-
-    def _round(self) -> None:
-        with self._changed:
-            if not self._active:
-                self._changed.wait(IDLE_WAIT_S)
-            active = list(self._active)
-        moved = False
-        for transfer in active:
-            moved = transfer.push() or moved
-            if self._closed:
-                return
-        if moved:
-            self._pause_s = SHORTEST_PAUSE_S
-        elif active:
-            time.sleep(self._pause_s)
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        if any(transfer.state.terminal for transfer in active):
-            with self._changed:
-                self._active[:] = [transfer for transfer in self._active if not transfer.state.terminal]
-
-    def _fail_unless_closed(self) -> None:
-        """A defect has ended the thread: nobody pushes any more, so nothing is quiet. The interpreter prints the traceback."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            reason = f"the {self._name} transport's thread has failed; close the transport and create another one"
-            for transfer in self._active:
-                transfer.cut_off(reason, TransferState.FAILED_NOT_QUIET)

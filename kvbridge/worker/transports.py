@@ -28,7 +28,7 @@ from kvbridge.core.wire.messages import REASON_CHARS, TransportEndpoint
 from kvbridge.core.wire.worker_messages import TransportsNotBuilt, WorkerProgress
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Transport
-from kvbridge.transport.calls import apart
+from kvbridge.transport.threads import apart
 from kvbridge.worker.rank import NodeLink, RankIdentity, contained
 
 log = structlog.get_logger(__name__)

@@ -118,7 +118,7 @@ BACKENDS = {
 
 DRAM, VRAM = MemoryKind.DRAM, MemoryKind.VRAM
 SMALL_SLICES = LocalSettings(device_slice_bytes=1 << 20, registration_wait_s=10.0)
-"""So that an abort meets a transfer that has not been given to the device as a whole."""
+"""An abort meets a transfer of which the device has only a part."""
 DEVICE_BACKENDS = {
     f"{name} {source}-{destination}": replace(
         BACKENDS[name],
@@ -233,7 +233,7 @@ class PeerProcess:
 
     @property
     def endpoint(self) -> Endpoint:
-        """What the peer reported at its start (waits for it on first use, and fills in `address`)."""
+        """The peer's report at its start. The first use waits for it, and fills in `address`."""
         if self._endpoint is None:
             first = self._answer(PEER_START_LIMIT_S)
             self.address = first["address"]
@@ -271,7 +271,7 @@ class PeerProcess:
         self._process.wait(ANSWER_LIMIT_S)
 
     def ended_by_itself(self, limit_s: float = 1.0) -> str:
-        """What it said last when it ends within `limit_s`, else nothing."""
+        """Return its last output when it ends within `limit_s`, else nothing."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
             self._log.seek(0)

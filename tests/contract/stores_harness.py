@@ -1,7 +1,4 @@
-"""What the contract suite of stores needs: each store, asked directly and by means of a store process, in the same words.
-
-Every wait has a limit.
-"""
+"""Stores for the contract suite: each asked directly and through a store process, in the same words. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -152,7 +149,7 @@ class Asked:
         assert answer.outcomes[0] == "stored", answer
 
     def taken(self, name: str, length: int) -> bytes:
-        """What is under a name."""
+        """Return the bytes under a name."""
         held = ctypes.create_string_buffer(length)
         answer = self.raw.read([stored_object(name, held)], time.monotonic() + TIMEOUT_S)
         assert answer.outcomes[0] == "hit", answer

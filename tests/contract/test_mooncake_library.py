@@ -1,9 +1,8 @@
-"""What becomes of transfers when the mooncake library fails in any place, over TCP and over RDMA, where no adapter is at hand.
+"""Transfers while the mooncake library fails in any place, over TCP and over RDMA, where no adapter is at hand.
 
 The library is an imitation that behaves as the real one does, as measured and as its source says: what was submitted is read and
 written when the network gets there, whatever was said of it meanwhile; a batch that has failed, or was refused, runs on; ids are
-freed by the answer that ends them; destroying the engine ends everything. So after FAILED_QUIET, and after `close`, nothing may
-arrive.
+freed by the answer that ends them; destroying the engine ends everything. Nothing may arrive after FAILED_QUIET, or after `close`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SUBMIT, SUBMIT_BATCH, STATUS, STATUS_BATCH = "submit", "submit batch", "status",
 
 @dataclass
 class Network:
-    """What is under way, in the order in which it was submitted. Lives longer than the engine."""
+    """The operations under way, in the order in which they were submitted. Lives longer than the engine."""
 
     source: np.ndarray = field(default_factory=lambda: np.full(COUNT * SIZE_BYTES, OLD, dtype=np.uint8))
     destination: np.ndarray = field(default_factory=lambda: np.zeros(COUNT * SIZE_BYTES, dtype=np.uint8))

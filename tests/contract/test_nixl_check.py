@@ -1,4 +1,4 @@
-"""What a nixl peer says of itself, when it was made to break the library: refused, and nobody suffers."""
+"""Metadata of a nixl peer that was made to break the library: refused, and nobody suffers."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Node(Looped):
         return held
 
     def held(self, keys: Keys) -> list[bytes]:
-        """What the host has of a prompt: its pages, then the checkpoints."""
+        """Return the bytes of a prompt on the host: its pages, then the checkpoints."""
         looking = self.cache.copies.pin(keys)
         found = [self.read(FULL_COPY, page) for page in looking.pages[FULL_COPY].tolist()]
         found += [self.read(SWA_COPY, page) for ids in looking.checkpoints.values() for page in ids.tolist()]

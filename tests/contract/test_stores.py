@@ -154,7 +154,7 @@ def test_the_bytes_of_another_key_are_a_miss(asked: Asked):
 
 @pytest.mark.parametrize("store", ["mooncake"], indirect=True)
 def test_a_mooncake_that_is_full_says_so_and_takes_pages_again_later(store: dict[str, Asked], pages: StoredPages):
-    """What was just read is leased and cannot be evicted, so there comes an object that finds no room."""
+    """An object that was just read is leased and cannot be evicted, so a later one finds no room."""
     pages.fill()
     raw, until_s = store["direct"].raw, time.monotonic() + 30.0
     buffer = ctypes.create_string_buffer(SEGMENT_BYTES // 8)

@@ -1,8 +1,7 @@
-"""Every backend: a peer that dies, freezes or comes back, and transfers that are given up. The promise of silence is
-kept.
+"""Every backend keeps the promise of silence: peers that die, freeze or come back, and transfers that are given up.
 
 The frozen peer is the heart of it. Both libraries went on delivering a source page's *new* contents after they had
-reported its transfer as failed, which hands one request's cache to another. So: after FAILED_QUIET no byte written
+reported its transfer as failed, which hands one request's cache to another. After FAILED_QUIET no byte written
 into the source later may arrive; after FAILED_NOT_QUIET none may once the transport has been closed.
 """
 
@@ -184,7 +183,7 @@ def test_closing_ends_active_transfers(backend: Backend, owned: Pair) -> None:
 
 @any_local_memory
 def test_two_lives_of_a_transport_in_one_process(backend: Backend, owned: Pair, shm: Path) -> None:
-    """What the rank worker does after FAILED_NOT_QUIET: close, build again, register the same memory, connect again."""
+    """As the rank worker after FAILED_NOT_QUIET: close, build again, register the same memory, connect again."""
     endpoint = owned.process.endpoint
     owned.transport.close()
     rebuilt = backend.create()
@@ -198,7 +197,7 @@ def test_two_lives_of_a_transport_in_one_process(backend: Backend, owned: Pair, 
 
 @any_local_memory
 def test_a_successor_beside_its_predecessor(backend: Backend, owned: Pair) -> None:
-    """What the rank worker does for the sake of other peers: the old one ends what it has begun, the new one begins."""
+    """As the rank worker for the sake of other peers: the old one ends its transfers, and the new one begins."""
     count = BUFFER_BYTES // 4_096
     begun = owned.transport.submit(owned.peer, owned.blocks(4_096, count), deadline_s=30.0)
     begun.poll()

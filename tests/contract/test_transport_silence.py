@@ -17,8 +17,8 @@ from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.transport import create_transport
 from kvbridge.transport.base import Endpoint, Peer, TransferState
-from kvbridge.transport.calls import Call
 from kvbridge.transport.mooncake.transport import MooncakeEndpoint
+from kvbridge.transport.threads import Call
 from tests.contract.harness import BACKENDS, MOONCAKE, Backend, Pair, PeerProcess, wait
 from tests.helpers.shared_buffer import connect
 
@@ -27,12 +27,12 @@ LEFT_OUT = ("faulty",)
 POOL_BYTES = 1 << 20
 LIMIT_S = 20.0
 METADATA_MESSAGE = 1
-"""What mooncake calls an answer with a description."""
+"""Mooncake's number for an answer with a description."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an attempt to connect, and of the transfers that another peer was sent meanwhile."""
+    """An attempt to connect, and the transfers to another peer meanwhile."""
 
     peer: Peer | None
     error: str

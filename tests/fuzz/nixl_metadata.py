@@ -22,9 +22,9 @@ from crc32c import crc32c
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport
-from kvbridge.transport.calls import Call
 from kvbridge.transport.nixl.agent import NixlEndpoint
 from kvbridge.transport.nixl.check import PeerCheck
+from kvbridge.transport.threads import Call
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, wait
 from tests.helpers.shared_buffer import connect
 

@@ -32,7 +32,7 @@ NO_DEVICE = 2
 NO_TEST_CHOSEN = 5
 """Pytest's exit code when it was given tests and none of them was to run."""
 SANITIZER_EXIT = 86
-"""What compute-sanitizer exits with when the tests pass and it has found something."""
+"""The exit code of compute-sanitizer when the tests pass and it has found something."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _devices() -> str:
 TOTAL_S = 570.0
 """All steps together: a limit. They are meant to take 400 s, the tests that run alone included."""
 ALONE_S = 150.0
-"""What is kept of that for the tests that run alone."""
+"""The part of that for the tests that run alone."""
 DEADLINE_S = 300.0
 """For one step; three times what the longest takes."""
 PARTS = ("tests", "contract", "memcheck", "racecheck")
@@ -236,7 +236,7 @@ class Step:
     name: str
     part: str
     targets: tuple[str, ...]
-    """What pytest is given: files or folders of the repository."""
+    """Pytest's arguments: files or folders of the repository."""
     chosen: str = ""
     """Pytest's expression for the tests to run; empty for all."""
     alone: bool = False
@@ -292,7 +292,7 @@ def time_for(step: Step, passed_s: float) -> float:
 
 
 def devices_in_turn(devices: list[str], number: int) -> str:
-    """What the step of a number sees as CUDA_VISIBLE_DEVICES: all devices, another one first each time."""
+    """Return a step's CUDA_VISIBLE_DEVICES: all devices, another one first each time."""
     first = number % max(1, len(devices))
     return ",".join(devices[first:] + devices[:first])
 

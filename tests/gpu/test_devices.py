@@ -37,14 +37,14 @@ print(device, before, contexts())
 
 
 def test_the_driver_names_devices_as_the_runtime_does(device: int) -> None:
-    """Of a GPU in parts (MIG) too: a process that took the GPU's name for that of a part would share memory with another part."""
+    """Also the parts of a GPU (MIG): a process that took the GPU's name for that of a part would share memory with another part."""
     for each in range(runtime.device_count()):
         assert device_uuid(each) == bytes(runtime.call("cudaGetDeviceProperties", each).uuid.bytes).hex()
         assert device_by_uuid(device_uuid(each)) == each
 
 
 def test_to_find_a_device_makes_a_context_on_none(device: int) -> None:
-    """A context takes half a gigabyte of its device. What then uses the device makes one there, and on no other device."""
+    """A context takes half a gigabyte of its device. The first use of the device makes one there, and on no other device."""
     last = runtime.device_count() - 1
     found = subprocess.run(
         [sys.executable, "-c", CHILD, device_uuid(last)], check=True, capture_output=True, text=True, timeout=120

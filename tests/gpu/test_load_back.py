@@ -62,7 +62,7 @@ def put_to_sleep(engine: Engine, device: int) -> torch.cuda.Event:
 @pytest.mark.alone
 @pytest.mark.parametrize("by_layer", [False, True])
 def test_no_host_waits_for_a_load_and_the_engines_stream_does(live: LiveCluster, device: int, by_layer: bool) -> None:
-    """What is read on the engine's stream behind `begin` or `claim` is there, though the load had not begun when they returned."""
+    """Reads on the engine's stream behind `begin` or `claim` find the bytes, though the load had not begun when those returned."""
     turn = on_host_alone(live, 10 + by_layer, by_layer=by_layer).turn(5 * PAGE + 7)
     calls: dict[str, float] = {}
 

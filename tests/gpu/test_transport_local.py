@@ -141,7 +141,7 @@ def write_one_value(
 
 @pytest.mark.parametrize("destination", [MemoryKind.DRAM, MemoryKind.VRAM])
 def test_several_processes_write_their_stripes_into_one_pool(device: int, shm: Path, destination: MemoryKind) -> None:
-    """What the ranks of a prefill instance do with one request: each its own pages of the same registered pool."""
+    """As the ranks of a prefill instance do with one request: each writes its own pages of the same registered pool."""
     page_bytes, pages, writers = 37_440, 96, 3
     total = page_bytes * pages
     pool = SharedBuffer(shm / "pool", total) if destination is MemoryKind.DRAM else DeviceBuffer(0, total)

@@ -1,4 +1,4 @@
-"""Who waits for copies between a GPU and its twins, and who does not: streams that are held, and a host that goes on.
+"""Waits for copies between a GPU and its host copies: streams that are held, and a host that goes on.
 
 Not for compute-sanitizer, which has the host wait for each launch.
 """

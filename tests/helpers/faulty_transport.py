@@ -28,7 +28,7 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
-from kvbridge.transport.calls import Call
+from kvbridge.transport.threads import Call
 from kvbridge.worker import lifecycle
 
 DEATH_EXIT_CODE = 86

@@ -23,7 +23,7 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
-from kvbridge.transport.calls import Call
+from kvbridge.transport.threads import Call
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.rank import RankIdentity, WorkerLimits
 from kvbridge.worker.transports import Background

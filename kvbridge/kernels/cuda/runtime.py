@@ -10,12 +10,14 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Closing
 
+ACCELERATOR_NODES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _ALREADY_REGISTERED = 712
 _NOT_READY = 600
 _PEER_ACCESS_ALREADY = 704
@@ -30,6 +32,11 @@ def library(name: str = "cuda.bindings.runtime") -> Any:  # noqa: ANN401 - the b
         raise UnsupportedError(
             f"no CUDA here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
         ) from error
+
+
+def has_accelerator() -> bool:
+    """Whether a driver has made its device node on this host; loads nothing. Libraries list device memory with and without one."""
+    return any(node.exists() for node in ACCELERATOR_NODES)
 
 
 def reason_without_device() -> str:

@@ -25,24 +25,13 @@ class DeviceBytes:
 
     def __init__(self, device: int, length_bytes: int) -> None:
         self.device = device
-        self.length_bytes = length_bytes
         self.address = runtime.allocate(device, length_bytes)
 
-    def write(self, content: np.ndarray[Any, Any], *, offset_bytes: int = 0) -> None:
+    def write(self, content: np.ndarray[Any, Any]) -> None:
         """Copy an array there, and wait for the copy."""
         flat = np.ascontiguousarray(content)
-        self._copy(self.address + offset_bytes, flat.ctypes.data, flat.nbytes)
-
-    def read(self, offset_bytes: int, length_bytes: int) -> npt.NDArray[np.uint8]:
-        """Wait for everything on the device, and return its bytes then."""
-        runtime.synchronize(self.device)
-        found = np.empty(length_bytes, dtype=np.uint8)
-        self._copy(found.ctypes.data, self.address + offset_bytes, length_bytes)
-        return found
-
-    def _copy(self, destination: int, source: int, length_bytes: int) -> None:
         with runtime.Stream.create(self.device) as stream:
-            runtime.copy(destination, source, length_bytes, device=self.device, stream=stream.handle)
+            runtime.copy(self.address, flat.ctypes.data, flat.nbytes, device=self.device, stream=stream.handle)
             stream.synchronize()
 
     def close(self) -> None:

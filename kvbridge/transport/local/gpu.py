@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -34,7 +34,7 @@ from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.extent import Progress as Report
 from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_range
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.transport.calls import apart, start_thread
+from kvbridge.transport.threads import apart, start_thread
 from kvbridge.transport.windowed import (
     DONE,
     PENDING,
@@ -237,13 +237,21 @@ class DeviceCopier:
         """Each with its window, over all transfers."""
         self._begun: list[tuple[DeviceTransfer, DeviceWrites]] = []
 
-    def __repr__(self) -> str:
-        return f"<DeviceCopier: {len(self._begun)} transfers on {len(self._streams)} streams>"
-
-    def prepare(self, routes: Iterable[Route]) -> None:
-        """Make streams before the first transfer: that may compile a kernel, and takes up to a second."""
-        for route in routes:
-            self._stream(route)
+    def stream(self, route: Route) -> tuple[CopyStream, Window]:
+        """Return the stream of a route. Making it may compile a kernel, and takes up to a second."""
+        if route not in self._streams:
+            made = self._make_stream(route)
+            limits = WindowLimits(
+                UNBOUNDED,
+                UNBOUNDED,
+                self._quiet_timeout_s,
+                made.slice_operations,
+                self._slice_bytes,
+                STREAM_SLICES,
+                made.first_operations,
+            )
+            self._streams[route] = made, Window(limits)
+        return self._streams[route]
 
     def begin(
         self,
@@ -261,7 +269,7 @@ class DeviceCopier:
         mapped.
         """
         self._begun = [each for each in self._begun if not _has_ended(*each)]
-        stream, window = self._stream(route)
+        stream, window = self.stream(route)
         writes = DeviceWrites(operations, stream, window, accesses=accesses, keep_alive=keep_alive)
         made = WindowedTransfer(operations, writes, window, peer=peer, deadline_s=deadline_s, clock=self._clock)
         self._begun.append((made, writes))
@@ -291,21 +299,6 @@ class DeviceCopier:
             stream.close()
         self._streams.clear()
 
-    def _stream(self, route: Route) -> tuple[CopyStream, Window]:
-        if route not in self._streams:
-            made = self._make_stream(route)
-            limits = WindowLimits(
-                UNBOUNDED,
-                UNBOUNDED,
-                self._quiet_timeout_s,
-                batch_operations=made.slice_operations,
-                batch_bytes=self._slice_bytes,
-                batches=STREAM_SLICES,
-                first_operations=made.first_operations,
-            )
-            self._streams[route] = made, Window(limits)
-        return self._streams[route]
-
 
 def _has_ended(transfer: DeviceTransfer, writes: DeviceWrites) -> bool:
     return transfer.state.terminal and writes.drained()
@@ -322,8 +315,8 @@ class DeviceAccess:
     """Host memory that devices may use once it is `ready`; `error` says why they never will. Registering begins at once.
 
     Registering host memory with CUDA takes 0.05 to 0.4 s for each GiB, minutes for a large pool, and a rank worker must not stop
-    for so long. So connecting waits for a short time only, and transfers that need the memory wait for the rest. Other CUDA calls
-    of the process may be held up while the driver pins a piece.
+    for so long. Therefore connecting waits for a short time only, and transfers that need the memory wait for the rest. Other CUDA
+    calls of the process may be held up while the driver pins a piece.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ The ranks of a decode node share one host pool, and a new epoch names the old fi
 mapped and pinned once all the same. A mapping lives as long as somebody holds its `MappedFile`.
 
 While a peer has device memory open its owner must not free it: what happens then is not defined, though the driver keeps the
-memory until the last process lets go of it. So an owner frees device memory only when `Transport.revoked` has said that
+memory until the last process lets go of it. Therefore an owner frees device memory only when `Transport.revoked` has said that
 nobody can write to it, or leaves that to its own end.
 """
 
@@ -32,16 +32,16 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_by_uuid, device_uuid
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.transport.calls import apart
 from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.local.gpu import HOST, DeviceAccess, device_access
 from kvbridge.transport.local.host import FileIdentity, HostClaim, Presence, SharedExtent, opened, require_same_host
+from kvbridge.transport.threads import apart
 
 log = structlog.get_logger(__name__)
 
 
 class LocalEndpoint(FrozenModel):
-    """What a transport says of itself to peers, as JSON in `Endpoint.data`."""
+    """A transport's description of itself for peers, as JSON in `Endpoint.data`."""
 
     claim: HostClaim | None
     """None while no shared memory is registered."""

@@ -11,10 +11,9 @@ a peer that frees device memory before its writers are gone (`local.memory`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,10 +24,10 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.copies import copy_operations
-from kvbridge.kernels.cuda import has_accelerator, runtime
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.runtime import has_accelerator
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, read_endpoint
-from kvbridge.transport.calls import Call
 from kvbridge.transport.local.gpu import HOST, CopyStream, DeviceAccess, DeviceCopier, Route, Way, device_access
 from kvbridge.transport.local.host import (
     PROCESS_LOCK_FILES,
@@ -40,11 +39,12 @@ from kvbridge.transport.local.host import (
     writers_before,
 )
 from kvbridge.transport.local.memory import LocalEndpoint, PeerMemory, populate
-from kvbridge.transport.windowed import DONE, Check, Pump, Submitter, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.threads import Call, Pump
+from kvbridge.transport.windowed import DONE, Check, Submitter, Window, WindowedTransfer, WindowLimits
 
 NAME = "local"
 SLICE_OPERATIONS = 4096
-"""Of the processor: a slice of very short operations takes about a millisecond, too."""
+"""In a slice that the processor copies: a slice of very short operations takes about a millisecond, too."""
 
 
 class LocalTransport(Backend[PeerMemory]):
@@ -70,12 +70,6 @@ class LocalTransport(Backend[PeerMemory]):
         )
         self._alone_since_s: dict[int, float] = {}
         """By epoch: since when no writer of an earlier one was seen."""
-
-    def __repr__(self) -> str:
-        return (
-            f"<LocalTransport {os.getpid()}: {self._memory!r}, {len(self._peers)} peers, {self._pump!r}, "
-            f"{self._devices!r}>"
-        )
 
     @property
     def max_operation_bytes(self) -> int:
@@ -177,9 +171,8 @@ class LocalTransport(Backend[PeerMemory]):
         devices = known.extents.places - {HOST} if own is None else {own}
         links = (True,) if own is None else (True, False)
         try:
-            self._devices.prepare(
-                Route(way, device, over_host_link=link) for device in devices for way in Way for link in links
-            )
+            for device, way, link in product(devices, Way, links):  # before the first transfer
+                self._devices.stream(Route(way, device, over_host_link=link))
         except BridgeError as error:
             self.disconnect(peer)
             raise TransportError(f"this process's device cannot copy: {error}") from error
@@ -234,10 +227,21 @@ class LocalTransport(Backend[PeerMemory]):
     def close(self) -> None:
         """Wait for the slices that are being copied. Harmless when closed already."""
         timeout_s = self._settings.close_timeout_s
-        with ExitStack() as stack:  # called in reverse; each, whether another one fails or not
-            stack.callback(self._forget)
-            stack.callback(self._close_devices, timeout_s=timeout_s)
-            stack.callback(self._close_pump, timeout_s=timeout_s)
+        try:
+            for transfer in self._pump.close(timeout_s=timeout_s):
+                transfer.cut_off("the transport was closed")
+        finally:
+            try:
+                self._devices.close(timeout_s=timeout_s)
+                for access in self._accesses:  # not while a device may still read the memory
+                    access.close()
+                self._accesses.clear()
+                self._parts.clear()
+            finally:
+                self._peers.clear()
+                if self._proof is not None:
+                    self._proof.close()
+                    self._proof = None
 
     def revoked(self, before_epoch: int) -> bool:
         """Writers have mappings of their own, so each writer must have let go of its mapping, or ended."""
@@ -254,23 +258,6 @@ class LocalTransport(Backend[PeerMemory]):
 
     def _make_stream(self, route: Route) -> CopyStream:
         return CopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
-
-    def _close_pump(self, *, timeout_s: float) -> None:
-        for transfer in self._pump.close(timeout_s=timeout_s):
-            transfer.cut_off("the transport was closed")
-
-    def _close_devices(self, *, timeout_s: float) -> None:
-        self._devices.close(timeout_s=timeout_s)
-        for access in self._accesses:  # not while a device may still read the memory
-            access.close()
-        self._accesses.clear()
-        self._parts.clear()
-
-    def _forget(self) -> None:
-        self._peers.clear()
-        if self._proof is not None:
-            self._proof.close()
-            self._proof = None
 
 
 class _Copies(Submitter[None]):

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar, cast
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import set_environment
-from kvbridge.transport.calls import start_thread
+from kvbridge.transport.threads import start_thread
 
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
 """The Python forms of C++ exceptions."""

@@ -1,25 +1,25 @@
 """The transport over mooncake-transfer-engine: RDMA in production, TCP on a laptop and in CI.
 
-What the library does and does not do (0.3.13, measured), and what follows for this module:
+The library does the following, and does not do other things (0.3.13, measured); with the consequences for this module:
 
 - `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is
   refused here.
 - A rejected remote address closes one of the peer's four connections, and with the fourth the next valid write fails and
-  the one after waits a second. So an endpoint carries the peer's registered extents, and a write outside of them is
+  the one after waits a second. Therefore an endpoint carries the peer's registered extents, and a write outside of them is
   refused before submission.
 - On TCP an unregistered source is accepted; it is refused here.
-- A batch's failure leaves the rest of it running, and the calls that wait for a batch spin a core. So over TCP every operation
-  is submitted by itself in a window and polled, and a failed transfer waits until each one is terminal. Over RDMA they go in
+- A batch's failure leaves the rest of it running, and the calls that wait for a batch spin a core. Over TCP every operation is
+  therefore submitted by itself in a window and polled, and a failed transfer waits until each one is terminal. Over RDMA they go in
   batches, and a transfer that failed with one is not quiet: see `mooncake.writes`. Only the destruction of the engine stops an
   operation; `close` does that, in 0.2 to 1.0 s, whatever is under way, and holds the interpreter for all of that time.
 - A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
   were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
 - A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
   without disturbing anybody. The first write to a peer fetches the peer's description under a lock that every other write of the
-  engine needs. So `connect` probes, and then has the description fetched by an empty write, both on a thread of their own and ended
-  from outside (`mooncake.library`): the probe after `connect_timeout_s`, the write, which holds up transfers to other peers, after
-  `metadata_timeout_s`. Over RDMA nothing can be written before the description is known; there the first operation fetches it, and
-  nothing bounds that.
+  engine needs. Therefore `connect` probes, and then has the description fetched by an empty write, both on a thread of their own
+  and ended from outside (`mooncake.library`): the probe after `connect_timeout_s`, the write, which holds up transfers to other
+  peers, after `metadata_timeout_s`. Over RDMA nothing can be written before the description is known; there the first operation
+  fetches it, and nothing bounds that.
 - A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
 - The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody:
   whoever reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the
@@ -48,10 +48,10 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
-from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.mooncake.library import GRACE_S, Engine, PeerCall, create_library, why_no_device_memory
 from kvbridge.transport.mooncake.writes import BatchWrites, SingleWrites, Waiter
+from kvbridge.transport.threads import Call
 from kvbridge.transport.windowed import Progress, Submitter, Window, WindowedTransfer, WindowLimits
 
 NAME = "mooncake"
@@ -61,7 +61,7 @@ ASK_EVERY_S = 0.0005
 
 
 class MooncakeEndpoint(FrozenModel):
-    """What a transport says of itself to peers, as JSON in `Endpoint.data`."""
+    """A transport's description of itself for peers, as JSON in `Endpoint.data`."""
 
     session: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[0-9]{1,5}$", max_length=300)]
     protocol: MooncakeProtocol
@@ -69,7 +69,7 @@ class MooncakeEndpoint(FrozenModel):
     """(address, bytes) of each registration."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class MooncakePeer:
     """A connected peer: its session, its memory as announced, and the window of what is in flight to it."""
 
@@ -112,11 +112,6 @@ class MooncakeTransport(Backend[MooncakePeer]):
         self._engine = Engine(create_library(settings))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._session = f"{host}:{self._engine.library.get_rpc_port()}"
-
-    def __repr__(self) -> str:
-        return (
-            f"<MooncakeTransport {self._session} {self._settings.protocol}: {self._memory}, {len(self._peers)} peers>"
-        )
 
     @property
     def max_operation_bytes(self) -> int:

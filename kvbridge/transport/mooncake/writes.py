@@ -4,8 +4,8 @@ Each operation by itself (`SingleWrites`). The library then says of each when it
 quiet. Over TCP there is no other way: a batch that has failed leaves the rest of itself running for as long as the peer hangs, and
 more than about 2,050 operations are applied in part.
 
-In batches (`BatchWrites`), over RDMA, where 37,440 B take 0.75 us on the wire and a call of their own takes longer than that. What
-follows is known from the library's documentation and source, and was run over TCP only:
+In batches (`BatchWrites`), over RDMA, where 37,440 B take 0.75 us on the wire and a call of their own takes longer than that. The
+following is known from the library's documentation and source, and was run over TCP only:
 
 - One question covers a whole batch. It spins on a core until the batch has ended, so the last operation of each batch is given by
   itself and polled, which is cheap, and the others are asked after when that one has ended: by then they have, or nearly. A thread

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,8 @@ from pydantic import ConfigDict, Field
 from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
-from kvbridge.kernels.cuda import has_accelerator, runtime
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.runtime import has_accelerator
 from kvbridge.transport.base import set_environment
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 
@@ -36,6 +37,7 @@ PACKAGES = ("nixl_cu12", "nixl_cu13")
 BACKEND = "UCX"
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CUDA_13_DRIVER = 580
+ASK_EVERY_S = 0.0005
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 CUDA_TRANSPORTS = ("cuda_copy", "cuda_ipc")
 
@@ -52,6 +54,30 @@ _process_settings: dict[str, str] = {}
 """The environment that the library was loaded with, which it reads once."""
 
 
+class NixlExtent(FrozenModel):
+    """One registration, as a peer needs to know it."""
+
+    address: Positive
+    length_bytes: Positive
+    kind: MemoryKind = MemoryKind.DRAM
+    device: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+
+
+class NixlEndpoint(FrozenModel):
+    """An agent's description of itself for peers, as JSON in `Endpoint.data`."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
+    metadata: bytes
+    """Read by the library only."""
+    release: Annotated[str, Field(max_length=100)]
+    """The release of the library that wrote the metadata."""
+    checksum: NonNegative
+    """CRC-32C of the metadata."""
+    extents: tuple[NixlExtent, ...]
+
+
 class NixlAgent:
     """One NIXL agent with one UCX backend. Its name is unique over all processes and times: a restart is a new peer.
 
@@ -62,7 +88,7 @@ class NixlAgent:
     def __init__(self, settings: NixlSettings) -> None:
         self.name = f"kvbridge-{uuid.uuid4().hex}"
         self._library = load_library(settings)
-        self.library_release = release_of(self._library)
+        self._release = release_of(self._library)
         # The library's exceptions share no base of their own; the binding raises the other two of itself.
         own = (
             found for name, found in vars(self._library).items() if name.startswith("nixl") and name.endswith("Error")
@@ -70,10 +96,7 @@ class NixlAgent:
         self._errors: tuple[type[Exception], ...] = (*own, RuntimeError, ValueError)
         self.device: int | None = None
         """The device of the device memory used last; its context is current when a peer's metadata is read."""
-        self._segments = {
-            MemoryKind.DRAM: self._library.DRAM_SEG,
-            MemoryKind.VRAM: self._library.VRAM_SEG,
-        }
+        self._segments = {MemoryKind.DRAM: self._library.DRAM_SEG, MemoryKind.VRAM: self._library.VRAM_SEG}
         config = self._library.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
@@ -85,14 +108,14 @@ class NixlAgent:
             self._backend = agent.createBackend(BACKEND, {})
             reachable = agent.getBackendParams(self._backend)[1]
         self._agent: Native = agent
+        self._probe = np.zeros(1, dtype=np.uint8)
+        self._probe_row = np.array([[self._probe.ctypes.data, 1, 0]], dtype=np.uint64)
+        self.register(MemoryKind.DRAM, self._probe_row)
         self.memory_kinds = frozenset(
             kind
             for kind, segment in self._segments.items()
             if segment.name in reachable and (kind is not MemoryKind.VRAM or has_accelerator())
         )
-
-    def __repr__(self) -> str:
-        return f"<NixlAgent {self.name}: {'destroyed' if self._agent is None else 'alive'}>"
 
     def destroy(self) -> None:
         """Drop the library's agent. Afterwards nothing of it moves a byte. Harmless when dropped already."""
@@ -115,10 +138,29 @@ class NixlAgent:
         with self._translated(f"deregister {int(rows[:, 1].sum())} bytes of {kind}"):
             self.alive().deregisterMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
 
-    def metadata(self) -> bytes:
-        """Return what a peer loads before it can write to the memory registered so far: 45 bytes a registration."""
+    def describe(self, extents: Iterable[NixlExtent]) -> NixlEndpoint:
+        """Return the description that a peer loads before it can write to the memory registered so far."""
         with self._translated("describe itself"):
-            return bytes(self.alive().getLocalMD())
+            metadata = bytes(self.alive().getLocalMD())  # 45 bytes a registration
+        return NixlEndpoint(
+            agent=self.name,
+            metadata=metadata,
+            release=self._release,
+            checksum=crc32c(metadata),
+            extents=tuple(extents),
+        )
+
+    def require_readable(self, content: NixlEndpoint) -> None:
+        """Raise TransportError unless a peer's metadata is whole and of this library's own release."""
+        if content.release != self._release:
+            raise TransportError(
+                f"peer {content.agent} runs NIXL {content.release}, this process {self._release}; both sides must run the same "
+                "NIXL release"
+            )
+        if crc32c(content.metadata) != content.checksum:
+            raise TransportError(
+                f"the metadata of peer {content.agent} was damaged on the way; connect to the peer again"
+            )
 
     def load_peer(self, metadata: bytes) -> str:
         """Load a peer's metadata and return the name in it."""
@@ -155,11 +197,35 @@ class NixlAgent:
             raise UnclearPostError(f"nixl could not post {len(local[1])} operations to peer {peer}: {error}") from error
         return request
 
+    def introduce(self, content: NixlEndpoint, *, timeout_s: float) -> None:
+        """Load a peer's metadata and read a byte of the peer's memory, which opens the connection (1 to 20 ms).
+
+        A read that does not end stays behind; it can only ever write this agent's one byte. Blocks; raises TransportError.
+        """
+        name = self.load_peer(content.metadata)
+        if name != content.agent:
+            raise TransportError(f"a peer calls itself {content.agent}, and its metadata names {name}; it was refused")
+        ordered = sorted(content.extents, key=lambda extent: extent.kind is not MemoryKind.DRAM)  # host memory, if any
+        for extent in ordered[:1]:
+            remote = np.array([[extent.address, 1, extent.device]], dtype=np.uint64)
+            request = self.post(name, (MemoryKind.DRAM, self._probe_row), (extent.kind, remote), read=True)
+            ends_at_s = time.monotonic() + timeout_s
+            while (answer := self.check(request)).progress is Progress.PENDING:
+                if time.monotonic() >= ends_at_s:
+                    self.release(request)
+                    raise TransportError(
+                        f"peer {name} did not answer within transports.nixl.connect_timeout_s ({timeout_s:g} s); it hangs, or "
+                        "its UCX ports are closed from here"
+                    )
+                time.sleep(ASK_EVERY_S)
+            if answer.progress is not Progress.DONE:
+                raise TransportError(f"peer {name} cannot be reached: {answer.reason}")
+
     def check(self, request: int) -> Check:
         """Ask after a posted request; a terminal one is released, and must not be asked after again.
 
-        A lost connection ends all its operations. Of any other failure the library does not say whether the
-        request's other operations have ended, so it counts as in flight.
+        A lost connection ends all its operations. After any other failure the library does not
+        say whether the request's other operations have ended, so it counts as in flight.
         """
         agent = self.alive()
         try:
@@ -261,87 +327,3 @@ def _package() -> str:
         told = re.search(r"Kernel Module.*?\s(\d+)\.\d", DRIVER_VERSION.read_text(encoding="utf-8"))
         release = int(told[1]) if told else 0
     return PACKAGES[1] if has_accelerator() and release >= CUDA_13_DRIVER else PACKAGES[0]
-
-
-# ------------------------------------------------------------------------------------------- the first contact with a peer
-
-ASK_EVERY_S = 0.0005
-
-
-class NixlExtent(FrozenModel):
-    """One registration, as a peer needs to know it."""
-
-    address: Positive
-    length_bytes: Positive
-    kind: MemoryKind = MemoryKind.DRAM
-    device: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
-
-
-class NixlEndpoint(FrozenModel):
-    """What an agent says of itself to peers, as JSON in `Endpoint.data`."""
-
-    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
-
-    agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
-    metadata: bytes
-    """Read by the library only."""
-    release: Annotated[str, Field(max_length=100)]
-    """The release of the library that wrote the metadata."""
-    checksum: NonNegative
-    """CRC-32C of the metadata."""
-    extents: tuple[NixlExtent, ...]
-
-    @classmethod
-    def of(cls, agent: NixlAgent, extents: Iterable[NixlExtent]) -> Self:
-        """Describe an agent."""
-        metadata = agent.metadata()
-        return cls(
-            agent=agent.name,
-            metadata=metadata,
-            release=agent.library_release,
-            checksum=crc32c(metadata),
-            extents=tuple(extents),
-        )
-
-    def require_readable(self, release: str) -> None:
-        """Raise TransportError unless the metadata is whole and of the library's own release."""
-        if self.release != release:
-            raise TransportError(
-                f"peer {self.agent} runs NIXL {self.release}, this process {release}; both sides must run the same NIXL release"
-            )
-        if crc32c(self.metadata) != self.checksum:
-            raise TransportError(f"the metadata of peer {self.agent} was damaged on the way; connect to the peer again")
-
-
-class ProbeTarget:
-    """A registered byte, into which a byte of a peer's memory is read."""
-
-    def __init__(self, agent: NixlAgent) -> None:
-        self._byte = np.zeros(1, dtype=np.uint8)
-        self.row = np.array([[self._byte.ctypes.data, 1, 0]], dtype=np.uint64)
-        agent.register(MemoryKind.DRAM, self.row)
-
-
-def introduce(agent: NixlAgent, content: NixlEndpoint, target: ProbeTarget, *, timeout_s: float) -> None:
-    """Have an agent load a peer's metadata and read a byte of the peer's memory, which opens the connection (1 to 20 ms).
-
-    A read that does not end stays behind; it can only ever write the byte of `target`. Blocks; raises TransportError.
-    """
-    name = agent.load_peer(content.metadata)
-    if name != content.agent:
-        raise TransportError(f"a peer calls itself {content.agent}, and its metadata names {name}; it was refused")
-    ordered = sorted(content.extents, key=lambda extent: extent.kind is not MemoryKind.DRAM)  # host memory, if any
-    for extent in ordered[:1]:
-        remote = np.array([[extent.address, 1, extent.device]], dtype=np.uint64)
-        request = agent.post(name, (MemoryKind.DRAM, target.row), (extent.kind, remote), read=True)
-        ends_at_s = time.monotonic() + timeout_s
-        while (answer := agent.check(request)).progress is Progress.PENDING:
-            if time.monotonic() >= ends_at_s:
-                agent.release(request)
-                raise TransportError(
-                    f"peer {name} did not answer within transports.nixl.connect_timeout_s ({timeout_s:g} s); it hangs, or its UCX "
-                    "ports are closed from here"
-                )
-            time.sleep(ASK_EVERY_S)
-        if answer.progress is not Progress.DONE:
-            raise TransportError(f"peer {name} cannot be reached: {answer.reason}")

@@ -1,7 +1,7 @@
 """A process apart that reads the metadata of nixl peers before the rank worker does, and has nothing to lose.
 
-The library does not survive metadata that was made to break it (1.5.1; `python -m tests.fuzz.nixl_metadata --unchecked`). So an
-agent in a process apart first loads the very same bytes and reads a byte of the peer's memory. Whatever ends that process is a
+The library does not survive metadata that was made to break it (1.5.1; `python -m tests.fuzz.nixl_metadata --unchecked`). Therefore
+an agent in a process apart first loads the very same bytes and reads a byte of the peer's memory. Whatever ends that process is a
 refusal. Each description is read by a process of its own (0.2 s), forked from one that has loaded the library and nothing else.
 """
 
@@ -23,7 +23,7 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.pool.memory.gpu_memory import HeldThings
 from kvbridge.processes import child_environment, module_command
-from kvbridge.transport.nixl.agent import NixlAgent, NixlEndpoint, ProbeTarget, introduce, load_library
+from kvbridge.transport.nixl.agent import NixlAgent, NixlEndpoint, load_library
 
 ERROR_CHARS = 2_000
 PASSED, REFUSED = b"passed", b"refused: "
@@ -123,7 +123,7 @@ def _read(connection: socket.socket, settings: NixlSettings) -> None:
         signal.alarm(math.ceil(settings.check_timeout_s))  # nobody else ends it
         agent = NixlAgent(settings)
         agent.device = task.device
-        introduce(agent, task.content, ProbeTarget(agent), timeout_s=settings.connect_timeout_s)
+        agent.introduce(task.content, timeout_s=settings.connect_timeout_s)
         agent.forget_peer(task.content.agent)
         verdict = PASSED
     except BridgeError as error:

@@ -1,16 +1,17 @@
 """The transport over NIXL and UCX: RDMA in production, TCP on a laptop and in CI.
 
-What the library does and does not do (1.5.1, measured), and what follows for this module:
+The library does the following, and does not do other things (1.5.1, measured); with the consequences for this module:
 
 - It checks a destination against the metadata that was loaded, on this side only: a peer that has deregistered
   memory is written to all the same, and one that has unmapped it crashes on TCP. The caller keeps memory mapped
   while a manifest names it.
 - It never gives up: a write to a frozen peer stays in progress for ever, and neither releasing the request nor
-  forgetting the peer nor deregistering the memory stops it. So a deadline fails the transfer, `quiet_timeout_s`
+  forgetting the peer nor deregistering the memory stops it. Therefore a deadline fails the transfer, `quiet_timeout_s`
   later it ends not quiet, and only `close` (which destroys the agent, in milliseconds) ends it.
 - Posting blocks: 4 us an operation and up to 0.3 ms a MiB on TCP, since the first bytes are sent right there; one request over a
-  whole plan took up to 2 s. So a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight, which
-  is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See `windowed`.
+  whole plan took up to 2 s. Therefore a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight,
+  which is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See
+  `windowed`.
 - Metadata of another incarnation under a known name is refused and then drops the known one; names are drawn anew for each
   agent.
 - A peer's death surfaces at once: at the next post or check, which raises.
@@ -47,25 +48,22 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
-from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.nixl.agent import (
     Descriptors,
     NixlAgent,
     NixlEndpoint,
     NixlExtent,
-    ProbeTarget,
     Side,
     UnclearPostError,
-    introduce,
 )
 from kvbridge.transport.nixl.check import CHECKS, PeerCheck
+from kvbridge.transport.threads import Call, Pump
 from kvbridge.transport.windowed import (
     DONE,
     PENDING,
     Check,
     Progress,
-    Pump,
     Submitter,
     Window,
     WindowedTransfer,
@@ -76,7 +74,7 @@ NAME = "nixl"
 KINDS = tuple(MemoryKind)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class NixlPeer:
     """A remote agent whose metadata is loaded and which has answered."""
 
@@ -162,12 +160,8 @@ class NixlTransport(Backend[NixlPeer]):
         self._lock = threading.Lock()
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
-        self._probe_target = ProbeTarget(self._agent)
         self._check = CHECKS.hold(settings, lambda: PeerCheck(settings))
         self._closed = False
-
-    def __repr__(self) -> str:
-        return f"<NixlTransport {self._agent!r}: {self._memory}, {len(self._peers)} peers>"
 
     @property
     def max_operation_bytes(self) -> int:
@@ -201,7 +195,7 @@ class NixlTransport(Backend[NixlPeer]):
         for address, length_bytes, place, _ in self._memory.stretches:
             device, kind = divmod(place, len(KINDS))
             announced.append(NixlExtent(address=address, length_bytes=length_bytes, kind=KINDS[kind], device=device))
-        content = NixlEndpoint.of(self._agent, announced)
+        content = self._agent.describe(announced)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
     def connect(self, endpoint: Endpoint) -> Call[Peer]:
@@ -210,7 +204,7 @@ class NixlTransport(Backend[NixlPeer]):
         if name == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
         self._require_open()
-        content.require_readable(self._agent.library_release)
+        self._agent.require_readable(content)
         limit_s = self._settings.check_timeout_s
         return Call(
             functools.partial(self._connected, content),
@@ -230,7 +224,7 @@ class NixlTransport(Backend[NixlPeer]):
         with self._lock:
             self._uses[name] += 1
         try:
-            introduce(self._agent, content, self._probe_target, timeout_s=self._settings.connect_timeout_s)
+            self._agent.introduce(content, timeout_s=self._settings.connect_timeout_s)
             label = f"peer {name}"
             stretches = [
                 Stretch(each.address, each.length_bytes, _place(each.kind, each.device)) for each in content.extents

@@ -246,7 +246,6 @@ class Copier:
 
 def install(replace: Any = setattr) -> Runtime:
     """Take CUDA's place in this process; `replace` sets an attribute (`monkeypatch.setattr` undoes it again)."""
-    from kvbridge.kernels import cuda
     from kvbridge.kernels.cuda import runtime
     from kvbridge.pool.memory import gpu_memory
     from kvbridge.transport.local import gpu as local_gpu
@@ -255,7 +254,7 @@ def install(replace: Any = setattr) -> Runtime:
     driver = Driver(made)
     replace(runtime, "library", lambda name="cuda.bindings.runtime": driver if name.endswith("driver") else made)
     replace(gpu_memory, "_uuids", {})
-    replace(cuda, "ACCELERATOR_NODES", (Path("/dev/null"),))
+    replace(runtime, "ACCELERATOR_NODES", (Path("/dev/null"),))
     replace(local_gpu, "StretchCopier", Copier)
     return made
 

@@ -47,7 +47,7 @@ def test_powers_of_all_levels_make_any_distance(distance: int):
 
 @pytest.mark.parametrize("length", [1, 15, 16, 511, 2_048, 2_049, 5_000])
 def test_lanes_together_have_the_checksum(length: int):
-    """What the kernel does for one segment, lane by lane."""
+    """The kernel's work on one segment, lane by lane."""
     flat = tables()
     advance, powers = (
         flat[: THREAD_BYTES * 256].reshape(THREAD_BYTES, 256),

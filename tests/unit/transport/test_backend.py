@@ -1,4 +1,4 @@
-"""What all backends do in the same way: memory taken in as a whole, peers by their handles, checks before a submission."""
+"""The common work of all backends: memory taken in as a whole, peers by their handles, checks before a submission."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import monotonic
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, TransferState, TransferStatus
-from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents
+from kvbridge.transport.threads import Call
 from tests.helpers.shared_buffer import connect
 
 HERE, THERE, SIZE = 1 << 20, 1 << 30, 1 << 16

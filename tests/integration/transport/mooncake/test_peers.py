@@ -13,9 +13,9 @@ from functools import partial
 import pytest
 
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.calls import Call
 from kvbridge.transport.mooncake import library
 from kvbridge.transport.mooncake.library import PeerCall
+from kvbridge.transport.threads import Call
 
 LIMIT_S = 10.0
 

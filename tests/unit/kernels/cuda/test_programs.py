@@ -15,7 +15,7 @@ SOURCE = Source("swap_in")
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Source]:
-    """What has been compiled since; the cache is an empty directory, and nothing is remembered in this process."""
+    """The sources compiled since; the cache is an empty directory, and nothing is remembered in this process."""
     seen: list[Source] = []
 
     def compile_once(source: Source, architecture: str) -> bytes:

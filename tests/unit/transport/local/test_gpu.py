@@ -50,7 +50,7 @@ class Undone(Closing):
 
 
 class Kept:
-    """What keeps memory mapped."""
+    """An object that keeps memory mapped."""
 
 
 class World:
@@ -156,7 +156,7 @@ def test_a_device_that_has_failed_is_not_quiet_at_once() -> None:
 
 
 def test_a_slice_that_was_refused_is_waited_for_and_not_confirmed() -> None:
-    """Of a batch that an engine refuses, a part may have been taken."""
+    """An engine that refuses a batch may have taken a part of it."""
     world = World()
     transfer = world.begin(blocks(100)[0])
     transfer.poll()

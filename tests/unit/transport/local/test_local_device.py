@@ -64,7 +64,7 @@ class DeviceArray:
 
 @dataclass
 class World:
-    """What the fakes have seen."""
+    """The calls that the fakes have seen."""
 
     opened: int = 0
     closed: int = 0

@@ -133,7 +133,7 @@ def test_slices_hold_as_many_operations_as_fit() -> None:
 
 
 def test_pages_that_nobody_keeps_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeps them mapped holds the lock by which their owner sees a writer."""
+    """An object that keeps them mapped holds the lock by which their owner sees a writer."""
     inside, go_on, steps = threading.Event(), threading.Event(), []
 
     class Libc:

@@ -1,5 +1,4 @@
-"""What the nixl backend makes of the library's answers, with a scripted agent; the library itself is the contract
-suite's matter."""
+"""The nixl backend over a scripted agent; the contract suite tests the library itself."""
 
 from __future__ import annotations
 

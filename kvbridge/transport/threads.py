@@ -1,4 +1,4 @@
-"""Calls that block, on a few threads of their own, so that the thread that moves bytes does not wait for them.
+"""Threads of transports: calls that block, so that the caller's loop does not wait for them, and the pump of transfers.
 
 Nothing stops a thread from outside, so a call that never returns keeps its thread. At most `MOST_CALLS` run in a process at once;
 further calls wait for their turn, and fail when their turn does not come in time.
@@ -7,15 +7,23 @@ further calls wait for their turn, and fail when their turn does not come in tim
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import structlog
 
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.process import Clock
 
+if TYPE_CHECKING:
+    from kvbridge.transport.windowed import WindowedTransfer
+
 MOST_CALLS = 64
+IDLE_WAIT_S = 1.0
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.0004
+"""Between two rounds of the pump in which nothing was started and nothing ended; doubled each time, so that the end of a page is
+seen at once and a long transfer is not asked after too often."""
 
 T = TypeVar("T")
 
@@ -142,3 +150,91 @@ class Call(Generic[T]):
                 if not self._given_up:
                     self._error = error
             self._ended.set()
+
+
+class Pump:
+    """A thread that pushes transfers until each is terminal; they take turns. The thread starts with the first transfer.
+
+    A copy by the processor lets go of the interpreter lock, so the caller's loop goes on beside it, and its pauses cost no
+    bandwidth. Posting a MiB over TCP takes NIXL 0.3 ms on idle cores and several on busy ones, since the first bytes are sent right
+    there. A loop that stops after a millisecond then posts one batch, pauses, finds it sent and never has a second one in flight:
+    0.4 GB/s where 2 were possible. This thread refills until the window is full, and the caller may poll as seldom as it likes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._active: list[WindowedTransfer[Any]] = []
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._pause_s = SHORTEST_PAUSE_S
+
+    def require_open(self) -> None:
+        """Raise TransportError when the pump has ended."""
+        if self._closed:
+            raise TransportError(f"the {self._name} transport has been closed or has failed; create another one")
+
+    def add(self, transfer: WindowedTransfer[Any]) -> None:
+        """Push a transfer until it is terminal. Raises TransportError when the pump has ended, or its thread cannot start."""
+        with self._changed:
+            self.require_open()
+            if self._thread is None:
+                self._thread = start_thread(self._run, name=self._name)
+            transfer.pumped = True
+            self._active.append(transfer)
+            self._changed.notify_all()
+
+    def close(self, *, timeout_s: float) -> list[WindowedTransfer[Any]]:
+        """End the thread after the call that it is in, and return the transfers that are not terminal.
+
+        Raises TransportError when that call has not returned after `timeout_s`.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TransportError(
+                    f"the {self._name} transport's thread did not end within transports.{self._name}.close_timeout_s "
+                    f"({timeout_s:g} s); it may still write, so pages of its transfers must not be used again before this process "
+                    "has ended"
+                )
+        left, self._active = self._active, []
+        return left
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._round()
+        finally:
+            self._fail_unless_closed()
+
+    def _round(self) -> None:
+        with self._changed:
+            if not self._active:
+                self._changed.wait(IDLE_WAIT_S)
+            active = list(self._active)
+        moved = False
+        for transfer in active:
+            moved = transfer.push() or moved
+            if self._closed:
+                return
+        if moved:
+            self._pause_s = SHORTEST_PAUSE_S
+        elif active:
+            time.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        if any(transfer.state.terminal for transfer in active):
+            with self._changed:
+                self._active[:] = [transfer for transfer in self._active if not transfer.state.terminal]
+
+    def _fail_unless_closed(self) -> None:
+        """A defect has ended the thread: nobody pushes any more, so nothing is quiet. The interpreter prints the traceback."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            reason = f"the {self._name} transport's thread has failed; close the transport and create another one"
+            for transfer in self._active:
+                transfer.cut_off(reason, quiet=False)
