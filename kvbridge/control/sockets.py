@@ -1,7 +1,7 @@
 """ZeroMQ sockets inside an asyncio loop: their keys, and how many connections they take.
 
 The descriptor of a ZeroMQ socket signals edges: it becomes readable when *something* has changed, once, and any call on the socket
-may consume the signal. So a `LoopSocket` asks the socket itself after every wake and every send whether frames wait.
+may consume the signal. Therefore a `LoopSocket` asks the socket itself after every wake and every send whether frames wait.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class ConnectionLimit:
 
     ZeroMQ accepts every connection in a thread of its own. No option bounds this, and to unbind the address would end every
     connection that was accepted there. Each connection beyond the limit is shut down instead, and ZeroMQ closes it. ZeroMQ may have
-    closed the descriptor meanwhile, and then it may be anybody's. So we copy it, check that the copy is a connection of this
+    closed the descriptor meanwhile, and then it may be anybody's: we copy it, check that the copy is a connection of this
     address, and shut the copy down. The copy takes the place of a descriptor held in reserve, so this works in a process without a
     free one.
     """

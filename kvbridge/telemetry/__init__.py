@@ -1,1 +1,1 @@
-"""What a daemon says about itself: metrics, logs, traces."""
+"""Facts of a daemon and their readers: metrics, logs, traces."""

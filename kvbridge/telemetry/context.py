@@ -1,7 +1,7 @@
-"""The ids that tie log lines, samples, spans and processes together.
+"""The ids by which log lines, samples and spans of several processes belong together.
 
-A trace begins here when a request reaches a daemon, as that daemon's first span. The id of a part of a span follows from the name
-of the part, so every process that knows a span can name its parts before they have ended.
+A trace begins with the first span of the daemon that a request reaches. The id of a part of a span follows from the part's name, so
+every process that knows a span can name its parts before they have ended.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ TRACEPARENT_HEADER = "traceparent"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 MAX_TRACEPARENT = 200
-"""Longest `traceparent` that is parsed, in characters: today's version has 55, a later one may be longer."""
+"""Longest `traceparent` that is parsed, in characters; the present version has 55."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """One span of a trace, made here or by whoever called."""
+    """One span of a trace, made here or by the caller."""
 
     trace_id: str
     """32 hexadecimal digits."""
     span_id: str
     """16 hexadecimal digits."""
     sampled: bool
-    """Whether the trace is recorded, as its first process has decided."""
+    """Whether the trace is recorded. Its first process decides."""
     parent_id: str = ""
-    """The span above a span of ours; empty when ours is the first of its trace."""
+    """The span above; empty for the first span of a trace, and for a caller's span."""
     recorded: bool = False
-    """Whether this process sends the span to a collector, and so may send parts of it."""
+    """Whether this process sends the span, and so may send parts of it, to a collector."""
 
     @property
     def traceparent(self) -> str:
-        """The span in the form of W3C's header, which our messages carry as well."""
+        """The span as W3C's header and our messages carry it."""
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
     def part(self, name: str) -> TraceContext:
-        """Return a part of this span; the span itself when it is not ours, since nobody would send the part."""
+        """Return a part of this span, or the span itself when it is not ours, since nobody would send the part."""
         return self.child(name) if self.recorded else self
 
     def child(self, name: str) -> TraceContext:
-        """Return a span of ours below this one. Its id follows from the name, which no sibling may have."""
+        """Return a span of ours below this one. The id follows from the name, which no sibling may have."""
         span_id = blake2b(f"{self.span_id}/{name}".encode(), digest_size=8).hexdigest()
         return replace(self, span_id=span_id, parent_id=self.span_id, recorded=True)
 
 
 REQUEST_ID: ContextVar[str] = ContextVar("kvbridge_request_id", default="")
-"""The id of the HTTP request that is being served, from the caller or made here; empty outside of a request."""
+"""The id of the present HTTP request, from the caller or made here; empty outside of a request."""
 TRACE: ContextVar[TraceContext | None] = ContextVar("kvbridge_trace", default=None)
-"""The span of the present work, ours or the caller's; None while there is no trace."""
+"""The span of the present work, ours or the caller's; None without a trace."""
 
 BeginTrace = Callable[[TraceContext | None], TraceContext | None]
 """Maps the caller's span, if there is one, to the span of the request here."""
@@ -67,7 +67,7 @@ def pass_on(given: TraceContext | None) -> TraceContext | None:
 
 
 def begin_with(sampled_ratio: float) -> BeginTrace:
-    """Return a function that makes a request's first span here: recorded as the caller says, else for this share of requests."""
+    """Return a function that makes a request's first span here, recorded as the caller says or for this share of requests."""
 
     def begin(given: TraceContext | None) -> TraceContext | None:
         if given is not None and not given.sampled:
@@ -82,7 +82,7 @@ def begin_with(sampled_ratio: float) -> BeginTrace:
 
 
 def parse_traceparent(text: str) -> TraceContext | None:
-    """Return the span that a `traceparent` names; None for a header that W3C's recommendation ignores."""
+    """Return the span of a `traceparent`; None for a header that W3C's recommendation ignores."""
     found = _TRACEPARENT.fullmatch(text.strip()) if len(text) <= MAX_TRACEPARENT else None
     if found is None:
         return None
@@ -93,17 +93,17 @@ def parse_traceparent(text: str) -> TraceContext | None:
 
 
 def is_request_id(text: str) -> bool:
-    """Whether an id from outside can be used as it is: short, and without characters that a log or a header could mistake."""
+    """Return whether an id from outside is short and has only characters that are safe in logs and headers."""
     return _REQUEST_ID.fullmatch(text) is not None
 
 
 def exemplar(trace: TraceContext | None) -> str:
-    """Return the trace id to show beside a sample; empty when the trace is not recorded."""
+    """Return the trace id to show with a sample; empty when the trace is not recorded."""
     return trace.trace_id if trace is not None and trace.sampled else ""
 
 
 def bound_ids() -> dict[str, str]:
-    """Return the ids that are set now, by the keys of log lines."""
+    """Return the present ids by the keys of log lines."""
     trace = TRACE.get()
     ids = {"request_id": REQUEST_ID.get(), "trace_id": trace.trace_id if trace is not None else ""}
     return {key: value for key, value in ids.items() if value}

@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 MASK = "***"
 _SECRET = re.compile(r"secret|passw|credential|authori[sz]ation|bearer|private|api_?key|key_material", re.IGNORECASE)
 _TOKEN = re.compile(r"token", re.IGNORECASE)
-"""A secret, or a number of tokens: only where its value is no number."""
+"""The key of a secret, or of a number of tokens: it is masked unless its value is a number."""
 
 
 CHATTY_LIBRARIES = {
@@ -30,15 +30,17 @@ CHATTY_LIBRARIES = {
     "uvicorn.error": logging.ERROR,
     "opentelemetry": logging.CRITICAL,
 }
-"""The least level of libraries. They report each request at info, as our own lines do. uvicorn warns of each malformed request, so
+"""The lowest level of libraries' lines. They log each request at info, as we do. uvicorn warns of each malformed request, so
 anybody could fill the disk. OpenTelemetry warns of each batch that a collector does not take."""
 
 
 class _StandardError:
-    """The standard error of the moment in which a line is written: tests and embedding programs replace it."""
+    """The present standard error, which tests and embedding programs replace."""
 
     def write(self, text: str) -> int:
-        with suppress(OSError, ValueError):  # nobody reads it any more, which must not end whoever writes a line
+        with suppress(
+            OSError, ValueError
+        ):  # nobody reads it any more, which must not end the process that writes a line
             sys.stderr.write(text)
         return len(text)
 
@@ -48,7 +50,7 @@ class _StandardError:
 
 
 def leave_standard_output() -> None:
-    """Write lines to standard error where nobody has set logging up, as in many an engine's process. Else do nothing."""
+    """Write lines to standard error where logging is not set up, as in many an engine's process. Otherwise do nothing."""
     if not structlog.is_configured():
         target = cast("TextIO", _StandardError())
         processors = [*structlog.get_config()["processors"][:-1], *_renderers("console", sys.stderr)]
@@ -62,7 +64,7 @@ def configure_logs(
     form: str = "auto",
     stream: TextIO | None = None,
 ) -> None:
-    """Set logging up for this process, the standard library's loggers included.
+    """Set up logging for this process, also for the loggers of the standard library.
 
     `names` (`role`, `instance`, `node` and, of a rank worker, `rank`) are on every line; a line's own key of such a name becomes
     `line_...`. `stream` defaults to standard error. `form` is `console`, `json`, or `auto`: `console` on a terminal, else `json`.
@@ -103,9 +105,9 @@ def configure_logs(
 
 
 LINES, EVERY_S = 10, 1.0
-"""Lines of one kind that are written within this time: so many rooms cost little, and a stranger cannot fill the disk."""
+"""At most so many lines of one kind are written within this time: many rooms cost little, and a stranger cannot fill the disk."""
 MAX_KINDS = 256
-"""Kinds that are counted apart: peers choose some of the words."""
+"""At most so many kinds are counted apart, since peers choose some of the words."""
 
 
 @dataclass(slots=True)
@@ -119,12 +121,12 @@ class _Seen:
 
 
 class Seldom:
-    """Limits how many lines of each kind are written, and counts the others. A daemon has one, and calls `tell` now and then."""
+    """Limits the number of lines of each kind, and counts the others. A daemon has one, and calls `tell` now and then."""
 
     def __init__(
         self, count: Callable[[str], object], *, lines: int = LINES, every_s: float = EVERY_S, clock: Clock = monotonic
     ) -> None:
-        """`count(event)` is called at once for each line that is left out."""
+        """`count(event)` is called for each line that is left out."""
         self._count = count
         self._lines = lines
         self._every_s = every_s
@@ -132,7 +134,7 @@ class Seldom:
         self._seen: dict[tuple[str, str], _Seen] = {}
 
     def admits(self, event: str, kind: str = "", *, lines: int | None = None) -> bool:
-        """Return whether a line of this kind may be written now. `lines`: another limit for this kind."""
+        """Return whether a line of this kind may be written now. `lines`: a limit of its own for this kind."""
         now_s = self._clock()
         if len(self._seen) >= MAX_KINDS and (event, kind) not in self._seen:
             kind = "other"
@@ -149,7 +151,7 @@ class Seldom:
         return False
 
     def tell(self, *, everything: bool = False) -> None:
-        """Write how many lines of each kind were left out: `every_s` after the first of them, or at once (`everything`)."""
+        """Log how many lines of each kind were left out: `every_s` after the first of them, or at once (`everything`)."""
         now_s = self._clock()
         for (event, kind), seen in self._seen.items():
             seconds = now_s - seen.left_out_since_s
@@ -160,7 +162,7 @@ class Seldom:
 
 
 def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Blank every value whose key sounds like a secret, also in nested mappings and sequences."""
+    """Mask every value whose key sounds like a secret, also in nested mappings and sequences."""
     return {key: _masked(key, value) for key, value in event.items()}
 
 
@@ -176,7 +178,7 @@ def _masked(key: object, value: object) -> object:
 
 
 def _bind(names: dict[str, str]) -> Processor:
-    """Return a processor that adds names and ids. A line about a request that is over brings the ids of that request."""
+    """Return a processor that adds names and ids. A line about an earlier request has that request's ids already."""
 
     def add(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         own = {f"line_{key}" if event[key] != names.get(key, event[key]) else key: event[key] for key in event}
@@ -188,5 +190,5 @@ def _bind(names: dict[str, str]) -> Processor:
 def _renderers(form: str, target: TextIO) -> list[Processor]:
     if form != "console":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    # Its usual tracebacks show local variables, and so every secret that a failing call holds.
+    # structlog's usual tracebacks show local variables, and so every secret that a failing call holds.
     return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)]

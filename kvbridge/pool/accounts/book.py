@@ -1,14 +1,14 @@
 """The accounts of a node: the owner and the state of every page.
 
-A page is free, or belongs to one owner, or to the page cache; all pages of an owner have one state. `TRANSITIONS` is the whole
-rule: leased pages, which a transfer may touch, cannot become free. They first become *held*, by proof that the transfer is over, or
+A page is free, belongs to one owner, or belongs to the page cache; all pages of an owner have one state. `TRANSITIONS` is the rule:
+leased pages, which a transfer may touch, cannot become free. They first become *held*, by proof that the transfer is over, or
 *quarantined*, until there is proof that nobody uses them.
 
-Cached pages hold a prefix that several requests read and nobody writes. The `PageCache` knows who reads them. Cached pages without
-a reader are *available* like free ones; the book evicts them when the free pages do not suffice.
+Cached pages hold a prefix that several requests read and nobody writes. The `PageCache` knows their readers. Cached pages without a
+reader are *available* like free ones; the book evicts them when there are too few free pages.
 
-This node chooses the ids of an owned space. The engine chooses the ids of an adopted space, and the book only notes them; what the
-engine does with its other pages is unknown, so "free" means "not given to the bridge" there.
+This node chooses the ids of an owned space. The engine chooses the ids of an adopted space, and the book notes them; the engine's
+use of its other pages is unknown, so "free" means "not given to kvbridge" there.
 """
 
 from __future__ import annotations
@@ -48,16 +48,12 @@ class _Holding:
     reasons: set[str] = field(default_factory=set)
     """Reasons of its quarantine; empty otherwise."""
 
-    def has(self, space: IndexSpace, page: int) -> bool:
-        """Return whether the owner has a page or reads it."""
-        return page in self.pages.get(space, ()) or page in self.shared.get(space, ())
-
 
 class PageBook:
-    """The accounts of one node. Not thread-safe: only the node process's one deciding thread uses it."""
+    """The accounts of one node. Not thread-safe: only the node's loop uses it."""
 
     def __init__(self, owned: Counts, *, adopted: Counts | None = None) -> None:
-        """Open the accounts: the pages of each space that this node allocates from, and of each that an engine does."""
+        """`owned`: pages of each space from which this node allocates; `adopted`: of each from which an engine does."""
         both = owned.keys() & (adopted or {}).keys()
         if both:
             raise InvalidInputError(f"spaces {sorted(both)} cannot be both owned and adopted")
@@ -69,17 +65,17 @@ class PageBook:
             raise InvalidInputError("a page book needs at least one index space")
         self._holdings: dict[Owner, _Holding] = {}
         self._in_state = self._count([])
-        """Pages that owners have, by space and state: a refusal must not count them again."""
+        """Pages that owners have, by space and state, so that a refusal need not count them."""
         self._ending: set[Owner] = set()
         self._watchers: list[PageWatcher] = []
         self._cache: PageCache | None = None
 
     def use_cache(self, cache: PageCache) -> None:
-        """Ask `cache` from now on which cached pages can be evicted."""
+        """Let `cache` choose the cached pages to evict."""
         self._cache = cache
 
     def watch(self, watcher: PageWatcher) -> None:
-        """Tell `watcher` from now on."""
+        """Call `watcher` from now on."""
         self._watchers.append(watcher)
 
     # ------------------------------------------------------------------------------------- getting pages
@@ -87,10 +83,9 @@ class PageBook:
     def reserve(self, owner: Owner, demand: Counts, *, state: PageState = _H, scattered: Counts | None = None) -> Pages:
         """Give a new owner pages of owned spaces, all or nothing, in every space in as few runs as possible.
 
-        `scattered`: the last so many pages of a space come from short runs and leave the long runs to others.
-        Evicts cached pages without a reader where the free pages do not suffice, and nothing when that would not help.
-        Raises CapacityError when the pages are not available now, InvalidInputError when the pool is too small for them,
-        ConflictError when the owner has pages already.
+        The last `scattered` pages of a space come from short runs and leave the long runs to others. Evicts cached pages without a
+        reader where there are too few free pages, and none when that would not help. Raises CapacityError when the pages are not
+        available now, InvalidInputError when the pool is too small for them, ConflictError when the owner has pages already.
         """
         if owner in self._holdings:
             raise ConflictError(f"{owner} has pages already ({self.state(owner)})")
@@ -101,9 +96,9 @@ class PageBook:
         return self._enter(owner, pages)
 
     def grow(self, owner: Owner, demand: Counts) -> Pages:
-        """Give an owner further pages in the state of those that it has, all or nothing; return the new ones only.
+        """Give an owner further pages in the state of its present ones, all or nothing; return only the new pages.
 
-        They continue the owner's last run where that is free. Errors as for `reserve`; NotFoundError for an unknown owner.
+        They continue the owner's last run where possible. Raises as `reserve`, and NotFoundError for an unknown owner.
         """
         return self._enter(owner, self._take(owner, demand, self._growable(owner).pages, {}))
 
@@ -117,9 +112,9 @@ class PageBook:
     ) -> Pages:
         """Note pages of adopted spaces that the engine gives to an owner, all or nothing; return `pages` as the book keeps them.
 
-        A new owner holds them; an owner that has pages gets them in the state of those. The owner only reads `shared`, which the
-        engine's own prefix cache has: other owners may write or read them as well, and nobody new may write them until the last
-        reader is gone. `written_by_peers`: a page is not final before its lease has ended by proof.
+        A new owner holds them; an owner that has pages gets them in the state of its present ones. The owner only reads `shared`,
+        pages of the engine's own prefix cache: other owners may write or read them as well, and no new owner may write them until
+        the last reader is gone. `written_by_peers`: a page is not final before its lease has ended by proof.
 
         Raises PageOutOfBoundsError, InvalidInputError for an id named twice, and ConflictError for one of `pages` that another
         owner has, or one of `shared` that a peer may still write.
@@ -133,10 +128,14 @@ class PageBook:
         for space, ids in written.items():
             taken = self._space(space, AdoptedSpace).in_use(ids)
             if len(taken):
-                others = " and ".join(str(one) for one, had in self._holdings.items() if had.has(space, taken[0]))
+                others = " and ".join(
+                    str(one)
+                    for one, had in self._holdings.items()
+                    if taken[0] in had.pages.get(space, ()) or taken[0] in had.shared.get(space, ())
+                )
                 raise ConflictError(
-                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
-                    "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
+                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give the "
+                    "page away before that is over, and has to name pages of its own prefix cache as the prefix of their readers"
                 )
         for space, ids in read.items() if written_by_peers else ():
             writer = self._in_transfer(space, self._space(space, AdoptedSpace).written(ids))
@@ -166,8 +165,8 @@ class PageBook:
     def cache(self, owner: Owner, pages: Mapping[IndexSpace, PageIdArray]) -> None:
         """Take pages from an owner and give them to the page cache, all or nothing: whole pages that nobody writes any more.
 
-        The owner's pages must be held, which proves that no transfer writes them. The owner may go on reading these for as long as
-        the `PageCache` says that somebody does. Raises ConflictError for other states and for pages that are not the owner's.
+        The owner's pages must be held, which proves that no transfer writes them. The owner may read these pages on while the
+        `PageCache` counts a reader. Raises ConflictError for other states and for pages that are not the owner's.
         """
         holding = self._of(owner)
         if holding.state is not _H:
@@ -187,12 +186,12 @@ class PageBook:
             self._space(space, RunAllocator).keep(ids)
 
     def uncache(self, pages: Mapping[IndexSpace, PageIdArray]) -> None:
-        """Make cached pages free: the page cache has forgotten them. Raises IntegrityError for pages that are not cached."""
+        """Make pages free that the page cache has forgotten. Raises IntegrityError for pages that are not cached."""
         for space, ids in pages.items():
             self._space(space, RunAllocator).drop(ids)
 
     def became_available(self, pages: Counts) -> None:
-        """Tell watchers that so many pages, which had readers until now, can be evicted or are free."""
+        """Tell watchers how many pages, which had readers until now, can be evicted or are free."""
         if any(pages.values()):
             for watcher in self._watchers:
                 watcher.freed(pages)
@@ -202,8 +201,8 @@ class PageBook:
     def move(self, owner: Owner, from_state: PageState, to_state: PageState) -> None:
         """Change the state of all of an owner's pages between held and leased.
 
-        Leased to held: there is proof that no transfer touches them any more. Raises ConflictError, and changes nothing, when the
-        pages are not in `from_state`, or for another transition.
+        The caller moves leased pages to held when there is proof that no transfer touches them any more. Raises ConflictError when
+        the pages are not in `from_state`, or for another transition.
         """
         holding = self._of(owner)
         if holding.state is not from_state:
@@ -218,7 +217,7 @@ class PageBook:
         self._shift(holding, to_state)
 
     def free(self, owner: Owner) -> int:
-        """Free all pages of an owner, which must be held, and forget the owner; return how many pages they were.
+        """Free all pages of an owner, which must be held, and forget the owner; return their number.
 
         Raises ConflictError while they are leased or quarantined, NotFoundError when the owner has none.
         """
@@ -234,7 +233,7 @@ class PageBook:
     def quarantine(self, owner: Owner, reason: str) -> None:
         """Keep an owner's pages from any use until `release_quarantined`.
 
-        `reason` tells people what may still touch the pages. Later reasons are told beside it.
+        `reason` tells operators what may still touch the pages; later reasons are added.
         """
         if not reason:
             raise InvalidInputError(f"{owner}: a quarantine needs a reason")
@@ -245,12 +244,12 @@ class PageBook:
         holding.reasons.add(reason)
 
     def release_quarantined(self, owner: Owner) -> None:
-        """Free the pages of an owner: nothing touches them any more. Harmless for an owner that is not quarantined."""
+        """Free an owner's quarantined pages, which nothing touches any more. Harmless for an owner that is not quarantined."""
         if self.state(owner) is _Q:
             self._forget(owner)
 
     def expect_free(self, owner: Owner) -> None:
-        """Count an owner's pages in `pages_being_released` until they are free or quarantined: the owner is ending."""
+        """Count the pages of an ending owner in `pages_being_released` until they are free or quarantined."""
         if self._of(owner).state is not _Q:
             self._ending.add(owner)
 
@@ -268,19 +267,19 @@ class PageBook:
         return self._holdings[owner].state if owner in self._holdings else _F
 
     def quarantine_reasons(self) -> dict[str, tuple[Owner, ...]]:
-        """Return every reason that still holds, with the owners that wait for it."""
+        """Return the reasons of quarantines, each with its owners."""
         found: dict[str, tuple[Owner, ...]] = {}
         for owner, holding in self._holdings.items():
             found |= {reason: (*found.get(reason, ()), owner) for reason in sorted(holding.reasons)}
         return found
 
     def counts(self) -> dict[IndexSpace, dict[PageState, int]]:
-        """Return the pages of each space in each state. They add up to all of them."""
+        """Return the number of pages of each space in each state; they add up to the pool."""
         states = self._in_state
         return {at: {_F: one.free, **states[at], _C: one.cached} for at, one in self._spaces.items()}
 
     def available_pages(self) -> dict[IndexSpace, int]:
-        """Return the pages of each space that a reservation can have: free ones, and cached ones without a reader."""
+        """Return the number of pages of each space that a reservation can have: free ones, and cached ones without a reader."""
         evictable = self._evictable()
         return {space: account.free + evictable.get(space, 0) for space, account in self._spaces.items()}
 
@@ -293,7 +292,7 @@ class PageBook:
         return tuple(space for space, account in self._spaces.items() if isinstance(account, RunAllocator))
 
     def require_possible(self, demand: Counts, *, of: object = "the request") -> None:
-        """Raise InvalidInputError when `of` asks for more pages than there would be if all were free."""
+        """Raise InvalidInputError when `of` asks for more pages than the pool has."""
         for space, count in demand.items():
             if space not in self._spaces:
                 raise InvalidInputError(f"{of}: needs pages of '{space}', which this node does not have")
@@ -305,7 +304,7 @@ class PageBook:
                 )
 
     def pages_being_released(self) -> dict[IndexSpace, int]:
-        """Return the pages of each space that ending owners will soon free.
+        """Return the number of pages of each space that ending owners will soon free.
 
         Quarantined pages do not count: nobody knows when they will be free.
         """
@@ -427,6 +426,6 @@ class PageBook:
 
 
 def _read_only(ids: PageIdArray) -> PageIdArray:
-    """Callers get the very arrays that the book keeps, so nobody may write to them."""
+    """Callers get the arrays that the book keeps, so nobody may write to them."""
     ids.flags.writeable = False
     return ids

@@ -1,8 +1,8 @@
 """Contiguous memory of this process, as pools hand it to transports.
 
-A `Region` (core.geometry.manifest) says where the pages of one component's layer are. An `Extent` is a piece that is registered
-as a whole; pages of several regions may lie in it. An `Origin` (core.wire.shared_memory) is the file or device allocation that
-other processes of the host open to reach an extent. A `PageArray` (core.plan.pages) computes addresses of pages.
+A `Region` (core.geometry.manifest) has the addresses of the pages of one component's layer. An `Extent` is a piece that is
+registered as a whole; pages of several regions may lie in it. An `Origin` (core.wire.shared_memory) is the file or device
+allocation that other processes of the host open to reach an extent. A `PageArray` (core.plan.pages) computes addresses of pages.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Extent(FrozenModel):
     kind: MemoryKind = MemoryKind.DRAM
     device: NonNegative = 0
     origin: Origin | None = None
-    """Where other processes of the host find it; None when they cannot."""
+    """The file or allocation by which other processes of the host reach it; None when they cannot."""
     offset_bytes: NonNegative = 0
-    """Where the extent begins there."""
+    """The beginning of the extent in its origin."""
     label: str = ""
     """A name for error messages ("host pool extent 3")."""
 
     def holds(self, start: int, stop: int, kind: MemoryKind) -> bool:
-        """Return whether it holds all of [start, stop) of that kind of memory."""
+        """Return whether the extent holds all of [start, stop) of that kind of memory."""
         return kind is self.kind and self.address <= start and stop <= self.address + self.length_bytes
 
 
@@ -76,7 +76,7 @@ def pages_per_extent(page_count: int, stride_bytes: int, limit_bytes: int) -> in
 
 
 def registered_extents(regions: Iterable[Region], shared: Sequence[Extent] = ()) -> list[Extent]:
-    """Return the extents that hold `regions`, in address order: what is to be registered, each once.
+    """Return the extents that hold `regions`, each once, in address order: the pieces to register.
 
     Regions whose pages interleave (`page_first`) share an extent, also where each has a single page, which then touch but do not
     interleave; regions that merely touch do not. An extent inside one of `shared`, whole files and allocations, carries its origin.
