@@ -148,7 +148,7 @@ async def test_the_end_of_a_process_is_told_apart_from_that_of_its_connection(no
 
 @pytest.mark.parametrize("ended", [True, False])
 async def test_a_client_learns_that_its_daemon_has_ended_or_given_it_up(node, ended):
-    """When it has read what it was told before. A daemon that lives goes on with what it was told."""
+    """The client reads its earlier messages first. A daemon that lives serves its other clients on."""
     (client, name), (other, other_name) = await node.joined(), await node.joined()
     node.server.send(name, Shutdown())
     for _ in range(2):
@@ -181,7 +181,7 @@ def sent_until(error, send):
 
 
 async def test_neither_end_waits_for_one_that_does_not_read(node):
-    """What is sent waits in bounded memory, whole; what is too much is refused whole, and the rest arrives."""
+    """Messages wait whole in bounded memory; a message too many is refused whole, and the others arrive."""
     client, name = await node.joined()
     much = WorkerFailed(rank=R0, code="c", message="x" * 4_000)
     sent = sent_until(NotReadyError, lambda _: client.send(much, 0.0))

@@ -1,7 +1,4 @@
-"""Two daemons' control sockets over real TCP: delivery, refusals, new lives, keys; limits of connections, and how their ends show.
-
-Port 0 only, every wait bounded.
-"""
+"""Control sockets of two daemons over real TCP: delivery, refusals, restarts, keys, limits and ends of connections."""
 
 import asyncio
 import contextlib
@@ -127,6 +124,15 @@ async def poll(condition, beat=lambda: None):
             await asyncio.sleep(0.01)
 
 
+async def met(stage, settings=None):
+    """Return a server and a client with their recorders, once the client's first message has arrived."""
+    server, at_server, endpoint = stage.server(settings=settings)
+    client, at_client = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    return server, at_server, client, at_client
+
+
 async def test_messages_go_both_ways_in_order(stage):
     server, at_server, endpoint = stage.server()
     client, at_client = stage.client(endpoint)
@@ -171,12 +177,9 @@ async def test_refusals_are_counted_and_kill_nothing(stage):
 
 
 async def test_asking_who_is_there_leaves_no_trace(stage):
-    """So a client whose server is reached by another address already ends nothing of that conversation."""
-    server, at_server, endpoint = stage.server()
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
-    raw = stage.raw(endpoint)
+    """A client that reaches its server by a second address does not end the conversation by the first."""
+    server, at_server, client, _ = await met(stage)
+    raw = stage.raw(server.endpoint)
     raw.send(frame(link=0, sequence=0))
     await poll(lambda: raw.poll(0))
     answer = PEER.decode(raw.recv())
@@ -211,14 +214,11 @@ async def test_a_handler_that_refuses_or_breaks_stops_nothing(stage):
 
 
 async def test_a_restarted_server_is_noticed(stage):
-    server, at_server, endpoint = stage.server()
-    client, at_client = stage.client(endpoint)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
+    server, _, client, at_client = await met(stage)
     assert await client.flush(WAIT_S)
     server.close()
     client.send(drained(2))
-    new, at_new, _ = stage.server("6" * 16, endpoint=endpoint)
+    new, at_new, _ = stage.server("6" * 16, endpoint=server.endpoint)
     await at_client.until(lambda: at_client.resets)
     assert at_client.resets == ["6" * 16]
     assert at_client.undelivered == [(SERVER, drained(2), True)]
@@ -231,9 +231,7 @@ async def test_a_restarted_server_is_noticed(stage):
 
 
 async def test_a_forgotten_client_begins_anew(stage):
-    server, at_server, endpoint = stage.server()
-    client, at_client = stage.client(endpoint)
-    client.send(drained(1))
+    server, at_server, client, at_client = await met(stage)
     assert await client.flush(WAIT_S)
     server.forget(CLIENT)
     client.send(Heartbeat())
@@ -338,10 +336,7 @@ async def connect_and_be_cut(stage, endpoint):
 
 async def test_silent_connections_take_no_more_descriptors_than_the_limit(stage):
     """Even where the process has hardly more than that: what cuts them needs no descriptor that it does not hold already."""
-    _, at_server, endpoint = stage.server(settings=PeerSettings(max_connections=10, handshake_s=60))
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
+    server, at_server, client, _ = await met(stage, PeerSettings(max_connections=10, handshake_s=60))
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     stage.stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
     gc.collect()  # what earlier tests have left is not closed meanwhile
@@ -349,7 +344,7 @@ async def test_silent_connections_take_no_more_descriptors_than_the_limit(stage)
     silent = set()
     async with asyncio.timeout(WAIT_S):
         for _ in range(10):  # no more at a time than the kernel lets wait for us (ZeroMQ's backlog is 100)
-            silent |= {asyncio.create_task(connect_and_be_cut(stage, endpoint)) for _ in range(30)}
+            silent |= {asyncio.create_task(connect_and_be_cut(stage, server.endpoint)) for _ in range(30)}
             await asyncio.sleep(0)  # each has its own descriptor now, and the server may have few more
             resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, limit[1]))
             while len(silent) > 9:  # the client has one of the ten
@@ -375,14 +370,12 @@ async def test_a_handshake_has_a_deadline(stage):
 
 
 async def test_a_side_that_has_ended_shows_in_the_connection(stage):
-    server, at_server, endpoint = stage.server()
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
+    server, at_server, client, _ = await met(stage)
     await poll(lambda: client.link.peer)
     assert (server.link(CLIENT).cut_s, client.link.cut_s) == (0.0, 0.0)
     client.close()
     await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
-    again, at_again = stage.client(endpoint, "a" * 16)
+    again, at_again = stage.client(server.endpoint, "a" * 16)
     again.send(drained(2))
     await poll(lambda: again.link.peer)
     assert at_server.rooms == [1, 2]
@@ -425,15 +418,13 @@ def accepted(listener):
 
 
 async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
-    """A heartbeat may be long in coming; the side that connects says that it is there."""
-    server, at_server, endpoint = stage.server()
-    client, at_client = stage.client(endpoint)
-    client.send(drained(1))
+    """A heartbeat may take long; the side that connects sends at once."""
+    server, at_server, client, at_client = await met(stage)
     await poll(lambda: client.link.peer)
-    client._socket._raw.disconnect(endpoint)
+    client._socket._raw.disconnect(server.endpoint)
     await poll(lambda: client.link.cut_s, lambda: client.send(Heartbeat()))
     await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
-    client._socket._raw.connect(endpoint)
+    client._socket._raw.connect(server.endpoint)
     await poll(lambda: not server.link(CLIENT).cut_s and not client.link.cut_s)
     assert (at_server.resets, at_client.resets) == ([], [])
 

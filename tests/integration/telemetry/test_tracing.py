@@ -1,4 +1,4 @@
-"""The way of spans to a collector, on a real one: what is counted, what it costs when that is away, what is left at the end."""
+"""Spans sent to a real collector: counts, an absent or hanging collector, and the end."""
 
 from __future__ import annotations
 
@@ -147,6 +147,6 @@ def test_headers_of_a_file():
         "Authorization": "Basic abc=",
     }
     for wrong in ("no colon", "a b: c", "x-key:", ": hidden", "x: ä"):
-        with pytest.raises(ConfigError, match=r"telemetry\.x: expected a line for each header") as caught:
+        with pytest.raises(ConfigError, match=r"telemetry\.x: each line must be a header") as caught:
             parse_headers((wrong,), key="telemetry.x")
         assert wrong not in str(caught.value), "it may be a secret"

@@ -1,8 +1,9 @@
-"""CURVE keys, their files, and the list of those who are allowed."""
+"""CURVE keys, their files, and the list of allowed keys."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 
 import pytest
@@ -20,7 +21,7 @@ from kvbridge.control.keys import (
     write_keys,
     write_secret,
 )
-from kvbridge.control.sockets import ZAP_ENDPOINT, Authenticator, SocketContext
+from kvbridge.control.sockets import ZAP_ENDPOINT, Authenticator, SocketContext, bind_error
 from kvbridge.core.errors import ConfigError, ConflictError
 
 ONE, TWO, THREE = (generate_keys().public for _ in range(3))
@@ -183,3 +184,11 @@ async def test_a_handshake_passes_with_an_allowed_key_and_everything_else_is_ans
     asker.close()
     authenticator.close()
     context.close()
+
+
+def test_a_failed_bind_says_what_to_do():
+    assert isinstance(bind_error("tcp://127.0.0.1:1", errno.EADDRINUSE, "x"), ConflictError)
+    assert "127.0.0.1:1 is taken; stop" in str(bind_error("tcp://127.0.0.1:1", errno.EADDRINUSE, "x"))
+    assert "no such address" in str(bind_error("tcp://10.0.0.9:1", errno.EADDRNOTAVAIL, "x"))
+    assert "above 1023" in str(bind_error("tcp://127.0.0.1:1", errno.EACCES, "x"))
+    assert "odd" in str(bind_error("tcp://127.0.0.1:1", errno.EIO, "odd"))

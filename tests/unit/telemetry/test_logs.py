@@ -1,4 +1,4 @@
-"""What a line of the log holds, and what it must not."""
+"""Lines of the log: their content, their number, and secrets."""
 
 import io
 import json

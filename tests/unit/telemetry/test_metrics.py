@@ -76,7 +76,7 @@ def test_declarations_are_whole_and_each_is_in_the_table():
 
 
 def test_what_can_be_known_is_there_before_its_first_event(metrics):
-    """So that a rate over it sees the first one."""
+    """A rate over the series then sees the first event."""
     found = samples(metrics)
     assert found["kvbridge_transferred_bytes_total", "local", "received", "swa_kv"] == 0
     assert found["kvbridge_phase_duration_seconds_count", "claim_to_release"] == 0

@@ -1,4 +1,4 @@
-"""The recent past: problems, traffic, and what happened to each room, in order, by state, and never more than is bounded."""
+"""The recent past: problems, traffic, and the facts of each room, in order and bounded."""
 
 from __future__ import annotations
 
@@ -102,9 +102,8 @@ def test_ended_rooms_are_forgotten_the_oldest_first_and_completed_ones_do_not_di
 
 
 def test_status_keeps_the_last_problems_with_their_time() -> None:
-    began_at = time.time()
-    stream, recent = EventStream(), Recent()
-    stream.add_reader(recent.table)
+    began_at, node = time.time(), Node()
+    stream, recent = node.stream, node.recent
     for number in range(RECENT_PROBLEMS):
         stream.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
     stream.emit(PeerLost(peer="dddd", reason="silent"))
@@ -117,8 +116,8 @@ def test_status_keeps_the_last_problems_with_their_time() -> None:
 
 
 def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
-    stream, recent = EventStream(), Recent()
-    stream.add_reader(recent.table)
+    node = Node()
+    stream, recent = node.stream, node.recent
     stream.emit(OrderEnded(**ROOM, rank=R0, order=1, transport="mooncake", amounts=AMOUNTS))
     stream.emit(RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
     stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))

@@ -1,4 +1,4 @@
-"""Which spans follow from what has happened."""
+"""Spans that follow from facts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Bench:
         self.stream.emit(RequestAnswered(room=7, generation=2, seconds=seconds, code=code, trace=self.trace))
 
     def told(self) -> list[tuple[str, float, float]]:
-        """What was recorded, in the order of its ends."""
+        """Return the recorded spans in the order of their ends."""
         told = [(span.name, span.begin_s - 100, span.end_s - 100) for span in self.spans]
         return sorted(told, key=lambda span: (span[2], -span[1]))
 
@@ -132,9 +132,8 @@ def test_two_prefill_nodes_send_apart():
 
 
 def test_a_room_that_an_engine_has_admitted_sends_as_a_part_of_decode_s_trace():
-    bench = Bench(Role.PREFILL)
+    bench, decode = Bench(Role.PREFILL), begin_with(1.0)(ROUTER).part("commit")
     bench.trace = None
-    decode = begin_with(1.0)(ROUTER).part("commit")
     bench.enters(RoomState.ADMITTED)
     bench.happens(RoomOffered, trace=decode)
     bench.happens(RoomBegun, engine="e")

@@ -98,7 +98,7 @@ UUIDS = ["01" * 16, "02" * 16]
 
 
 class Code(IntEnum):
-    """Of the driver."""
+    """A result of the driver."""
 
     CUDA_ERROR_INVALID_DEVICE = 101
 

@@ -1,4 +1,4 @@
-"""Files that outlive their owner: who has them, until when they wait, when they can be taken over."""
+"""Files that outlive their owner: the right to them, their expiry, and how the next owner takes them over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def files(shm):
 
 
 def left(shm, content: bytes = b"kept", *, keep_s: float = 60.0) -> KeptFiles:
-    """What a process leaves that has ended: a pool and a journal."""
+    """Make the files of a process: a pool and a journal."""
     files = KeptFiles.lock_files(shm, PREFIX, keep_s=keep_s, wait_s=0.0)
     path = files.new_path(ONE)
     with SharedMapping.create(path.parent, f"{path.name}.twins.0", 8192) as mapping:
@@ -48,7 +48,7 @@ def test_two_processes_never_have_them(shm, files):
 
 @pytest.fixture
 def another_user(monkeypatch):
-    """To be called: as far as files tell this process is another user from then on, so what it has made before is not its own."""
+    """Return a function that makes this process another user, to whom its earlier files do not belong."""
     mine = os.geteuid()
 
     def become() -> None:
@@ -118,9 +118,7 @@ def test_they_are_kept_for_their_time_and_swept_up_afterwards(shm):
     found = sweep([shm])
     assert {each.verdict for each in found} == {Verdict.KEPT}
     assert all(f"{each.kind}" == "kept" and "pools.keep_s" in each.why for each in found)
-    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close(
-        keep=True
-    )  # whoever starts with another configuration
+    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close(keep=True)  # with another configuration
     assert verdicts(shm) == dict.fromkeys(names, Verdict.REMOVED)
     assert not list(shm.iterdir())
 
