@@ -169,7 +169,7 @@ def test_what_cannot_be_an_object_is_refused():
         page_bytes=10,
         page_stride_bytes=10,
     )
-    with pytest.raises(InvalidInputError, match="once"):
+    with pytest.raises(InvalidInputError, match="no component of a layer twice"):
         ObjectForm([region, region])
     with pytest.raises(InvalidInputError, match="at least one part"):
         ObjectForm([])
