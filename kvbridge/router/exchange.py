@@ -389,7 +389,7 @@ def _unless_failed(server: Server, answer: Answer) -> Answer:
 
 
 async def _first_of(server: Server, chunks: AsyncIterator[bytes], *, stream: bool) -> bytes:
-    """Return the beginning of an answer. Of a stream these are two events, because a chat's first event only names the speaker.
+    """Return the beginning of an answer: two events of a stream, because a chat's first event only names the speaker.
 
     An engine that fails before the first token reports the error in one of them, under a status that promised success.
     """

@@ -58,7 +58,7 @@ class Server:
     load: int = 0
     """Estimated prompt tokens of these requests."""
     turn: int = 0
-    """Number of the choice that chose it last. Of equal servers the one that has waited longest is next."""
+    """Number of the choice that chose it last. The one of equal servers that has waited longest is next."""
     problem: str = "its health is not known yet"
     """Reason why it gets no request; empty: it is well."""
     failures: int = 0

@@ -12,9 +12,10 @@ from tests.vllm.prompts import Answer, fresh, prompt
 from tests.vllm.servers import HOLD, IDLE_S, Pair, Plan, Server, Setup, kvbridge, wait_until
 
 BLOCKS = 48
-"""Of the KV cache of a server with a connector: four prompts of 1,500 tokens fill it, so that requests wait and are preempted."""
+"""Blocks of the KV cache of a server with a connector: four prompts of 1,500 tokens fill it, so that requests wait and are
+preempted."""
 OFFER_S = 12.0
-"""How long prefill holds what decode never says that it wants."""
+"""Time for which prefill holds a room that decode never asks for."""
 CHUNK_TOKENS = 512
 """A longer prompt is computed in chunks."""
 RIGHT_GAP_NATS = 1e-3
@@ -27,7 +28,7 @@ _CANARY = prompt(200, "canary")
 
 
 class Fleet:
-    """A server alone, which says what is right, and those with kvbridge by name."""
+    """A server alone, whose answers are the right ones, and servers with kvbridge by name."""
 
     def __init__(self, setup: Setup, plans: Sequence[Plan]) -> None:
         """Start all at once. In the main thread."""
@@ -110,7 +111,7 @@ class Fleet:
         return self._expected[key]
 
     def wrong(self, asked: Sequence[int], got: Answer) -> str:
-        """Return how an answer differs from the server's alone; '' when it does not, or only where rounding decides (`ties`)."""
+        """Return how an answer differs from that of the server alone; '' when it does not, or only by rounding (`ties`)."""
         expected = self.expected(asked, len(got.tokens) or 16)
         if got.is_error or len(got.tokens) != len(expected.tokens):
             return f"got {got}, expected {len(expected.tokens)} tokens"
@@ -139,7 +140,7 @@ class Fleet:
     # ------------------------------------------------------------------ after each case
 
     def missing(self) -> list[str]:
-        """Return what is not as it was before the first request: waits as long as it may take."""
+        """Return everything that is not as before the first request. Waits as long as it may take."""
         found = [f"{name}: {what}" for name, server in self.servers.items() for what in self._ills(server)]
         until_s = time.monotonic() + IDLE_S
         left = self._left()
@@ -183,7 +184,7 @@ def _left_at(server: Server) -> list[str]:
 
 
 def _left_in(status: dict[str, Any]) -> list[str]:
-    """Return what a kvbridge node has not given back."""
+    """Return everything that a kvbridge node has not given back."""
     under_way = {state: number for state, number in status["rooms"].items() if number and state not in OVER}
     found = [f"its node has {number} rooms {state}" for state, number in under_way.items()]
     found += [

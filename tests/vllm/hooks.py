@@ -1,4 +1,4 @@
-"""What vLLM itself says of the connector class, without a server; `test_guide.py` has vLLM's Python run this."""
+"""vLLM's own opinion of the connector class, without a server; `test_guide.py` runs this with vLLM's Python."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def pinned_blocks_are_not_given_away() -> None:
 
 
 def told(tokens: list[int], **fields: Any) -> Any:
-    """What the halves are told of a request as vLLM makes it of what a gateway sends."""
+    """A request of vLLM, made from a client's parameters, as the connector copies it."""
     params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
     return connector._told(Request("r", tokens, params, None, **fields))
 

@@ -25,14 +25,14 @@ def fresh(tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client has got."""
+    """An answer, as a client gets it."""
 
     status: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Of each token."""
+    """Log-likelihood of each token (`Server.stream`)."""
     seconds_best: tuple[float, ...] = ()
-    """How much less likely than the token the next likely one was, in nats."""
+    """Distance between the two likeliest tokens, in nats, at each token."""
     reason: str = ""
     """vLLM's `finish_reason`, or the error's text."""
     transfer: dict[str, Any] | None = field(default=None, repr=False)

@@ -322,7 +322,7 @@ def _read(choice: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]
 ADDRESSES_OF = (5, 6, 7)
 """A prompt that is asked for only to learn where prefill is."""
 HOLD = {"do_remote_decode": True, "do_remote_prefill": False}
-"""What a gateway sends to prefill in plain order."""
+"""Parameters that a gateway sends to prefill in plain order."""
 
 
 @dataclass

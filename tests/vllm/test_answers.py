@@ -11,7 +11,7 @@ from tests.vllm.prompts import BLOCK_TOKENS, fresh
 from tests.vllm.servers import Pair
 
 both_orders = pytest.mark.parametrize("order", ["plain", "paired"])
-"""Of asking: prefill first, or both at once under one room."""
+"""Prefill is asked first, or both at once under one room."""
 pytestmark = pytest.mark.parametrize("decode", DECODES)
 LENGTHS = {37: 4, 512: 4, 1500: 4, 1: 1, BLOCK_TOKENS: 1, BLOCK_TOKENS + 1: 1, CHUNK_TOKENS + 1: 1}
 """Around a block and around what prefill computes at a time; and how many are asked for at once."""
@@ -20,7 +20,7 @@ LENGTHS = {37: 4, 512: 4, 1500: 4, 1: 1, BLOCK_TOKENS: 1, BLOCK_TOKENS + 1: 1, C
 @both_orders
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_prompts_are_transferred(fleet: Fleet, decode: str, tokens: int, order: str) -> None:
-    """Rooms are counted: a right answer may come of a prompt that was computed again, too."""
+    """Rooms are counted, because a prompt that was computed again gives a right answer, too."""
     pair, asked = fleet.pair(decode), [fresh(tokens) for _ in range(LENGTHS[tokens])]
     pair.learn_addresses()
     before = pair.decode.rooms_completed()

@@ -231,7 +231,7 @@ def test_a_decode_server_computes_what_forged_params_are_about(decode: str, ours
 
 @pytest.mark.parametrize("params", ["x", ["do_remote_prefill"]])
 def test_a_server_goes_on_after_params_that_are_no_object(params: object, fleet: Fleet) -> None:
-    """They come past the API's own checks. What their sender gets is up to vLLM."""
+    """They come past the API's own checks. vLLM decides about the answer to their sender."""
     server = fleet.servers[DECODES[0]]
     server.ask(fresh(300), further={"vllm_xargs": {"kv_transfer_params": params}})
     fleet.wait_settled(server)

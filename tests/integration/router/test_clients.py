@@ -1,4 +1,4 @@
-"""What the router does for its clients and for its operators: limits, refusals, headers, its end, the directory."""
+"""The router for its clients and its operators: limits, refusals, headers, its end, the directory."""
 
 from __future__ import annotations
 

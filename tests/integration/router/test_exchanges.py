@@ -1,4 +1,4 @@
-"""What the router sends to prefill and decode servers, and what becomes of requests when a server fails."""
+"""Requests of the router to prefill and decode servers, also when a server fails."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ async def test_a_prefill_that_is_not_there_is_out_at_once():
 
 
 async def test_an_engine_that_fails_before_the_first_token_of_a_stream_is_replaced():
-    """It says so behind the role of the answer, under a status of 200."""
+    """The error comes after the answer's role, under a status of 200."""
     async with fleet(decode=2, taught=True) as made:
         made.decode[0].begins_with_error = 500
         assert await made.stream(CHAT, "/v1/chat/completions") == b"".join(made.decode[1].events())

@@ -1,4 +1,4 @@
-"""The thread that attaches to the node beside vLLM: it goes on whatever an attempt ends with, and says so once."""
+"""The thread that attaches to the node beside vLLM: it continues after every error, and logs each kind once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 30.0
 
 
 class Attempts:
-    """What attempts to attach end with, in order; the last one succeeds."""
+    """Attempts to attach, each with its error, in order; the last one succeeds."""
 
     def __init__(self, *errors: Exception) -> None:
         self.left = list(errors)

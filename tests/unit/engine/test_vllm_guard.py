@@ -1,4 +1,4 @@
-"""No error leaves a hook of vLLM: what is answered instead, what is said of the error, and what becomes of the request."""
+"""No error leaves a hook of vLLM: the hook's answer instead, the log, and the end of the request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AT_START_AND_END = {
     "shutdown",
     "unregister_kv_caches",
 }
-"""These raise: for whoever starts vLLM, or since bytes may still be moved."""
+"""Hooks that raise: for the person who starts vLLM, or because bytes may still be moved."""
 SAY_NOTHING_NEW = {
     "bind_gpu_block_pool",
     "get_finished_count",
@@ -37,7 +37,7 @@ SAY_NOTHING_NEW = {
     "wait_for_layer_load",
     "wait_for_save",
 }
-"""These do nothing, or hand one thing over."""
+"""Hooks that do nothing, or hand one thing over."""
 FOR_A_PLACE = {
     "room": "42",
     "prefill": [{"endpoint": ADDRESS.endpoint}],
@@ -53,7 +53,7 @@ def connector() -> Iterator[ModuleType]:
 
 
 class Broken:
-    """Whatever is asked of it fails."""
+    """An object whose every attribute fails."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"'{name}' is broken")
@@ -90,7 +90,7 @@ OF_THE_WORKER = {
 
 
 def plain(answer: Any) -> Any:
-    """What a hook has answered, without vLLM's classes."""
+    """Return a hook's answer without vLLM's classes."""
     for fields in (("steps",), ("finished_sending", "finished_recving")):
         if all(hasattr(answer, field) for field in fields):
             found = tuple(getattr(answer, field) for field in fields)
@@ -172,7 +172,7 @@ def test_a_request_whose_progress_cannot_be_read_keeps_no_other_one_from_its_ste
 
 
 def test_what_the_node_can_never_be_told_is_not_tried_at_each_step(connector: ModuleType) -> None:
-    """A withdrawal, and the word that a room is given up."""
+    """A withdrawal, and the end of a room."""
     vllm = Vllm(connector, Role.DECODE)
     vllm.rooms._withdraw(7, {"prefill": (), "prompt_tokens": 0})
     vllm.rooms._give_up(8, b"\xff")
@@ -183,7 +183,7 @@ def test_what_the_node_can_never_be_told_is_not_tried_at_each_step(connector: Mo
 
 
 def test_blocks_that_no_message_can_name_are_not_published_and_the_request_ends(connector: ModuleType) -> None:
-    """As those of a prompt that is longer than a table; else its blocks would be held for ever."""
+    """Blocks of a prompt that is longer than a table, for example. Otherwise they would be held for ever."""
     vllm = Vllm(connector, Role.PREFILL)
     many = [4] * (MOST_PAGES + 1)
     asked = request("r", {"do_remote_decode": True, "kvbridge": {"room": "1"}}, tokens=len(many) * PAGE)

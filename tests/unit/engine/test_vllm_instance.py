@@ -1,4 +1,4 @@
-"""What is read of vLLM's configuration and refused before anything starts; counts on their way to vLLM's log line and metrics."""
+"""vLLM's configuration as it is read, and settings that are refused before anything starts; counts for vLLM's log and metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_happened_is_told_once_and_what_is_held_as_it_is() -> None:
 
 
 def test_that_nothing_is_held_any_more_is_something_and_is_not_forgotten_for_counts_that_do_not_know() -> None:
-    """What is shown as held stays as it was said last, so that its end has to be said."""
+    """A held count stays on display until another one is reported, so its end must be reported."""
     stats = TransferStats()
     stats.held("a", 4)
     stats.take()

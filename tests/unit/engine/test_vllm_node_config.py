@@ -1,4 +1,4 @@
-"""What a node beside vLLM is told to be: by vLLM, by its user, and what is refused."""
+"""The configuration of a node beside vLLM: vLLM's part, the user's part, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def runtime_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_files_of_a_node_that_starts_are_no_orphans_though_its_vllm_was_killed_before(runtime_home: Path) -> None:
-    """Two servers that are restarted together, each with a fixed engine id, look for orphans at the same time."""
+    """Two servers that restart together, each with a fixed engine id, look for orphans at the same time."""
     write_node(plan()).owned.close()
     again = write_node(plan())
     remove_orphans(runtime_home, VLLM)
@@ -186,7 +186,7 @@ def test_a_directory_that_somebody_has_is_refused_at_once_though_no_node_listens
 def test_a_directory_that_is_removed_meanwhile_is_nobodys_and_can_be_had_at_the_next_try(
     when: str, runtime_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its next owner has a lock on a file that nobody finds any more."""
+    """Otherwise its next owner would have a lock on a file that nobody finds any more."""
     place = runtime_home / "kvbridge-vllm-prefill-1"
     own_directory(place).close()
     module, name = (
@@ -213,7 +213,7 @@ def test_a_directory_that_is_removed_meanwhile_is_nobodys_and_can_be_had_at_the_
 
 
 def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -> None:
-    """As when there is no descriptor left for a moment."""
+    """For example when no descriptor is left for a moment."""
     node, runs = NodeProcess.__new__(NodeProcess), iter([OSError("no descriptors are left"), "exit code 0"])
     node._role, node.ends, node._closing = Role.DECODE, deque(maxlen=LAST_ENDS), threading.Event()
     node._closing.wait = lambda *_: False

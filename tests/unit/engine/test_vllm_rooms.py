@@ -1,4 +1,4 @@
-"""Paired order, a rule at a time: what prefill says of a prompt while it is computed, and what decode makes of a new beginning."""
+"""Paired order, a rule at a time: prefill's publications while it computes, and decode's reaction to a new generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.vllm_links import ADDRESS, attach, rooms_at
 BLOCK = 16
 TOKENS = 3 * BLOCK + 5
 BLOCKS = (10, 11, 12, 13)
-"""Of the prompt."""
+"""Blocks of the prompt."""
 PAIRED = {"do_remote_decode": True, "kvbridge": {"room": "7"}}
 
 
@@ -61,7 +61,7 @@ class Node:
         assert min(self.pins.values()) >= 0
 
     def take(self) -> list[tuple]:
-        """What was said since the last call."""
+        """Return the calls since the last `take`."""
         said, self.said = self.said, []
         return said
 
@@ -163,7 +163,7 @@ def test_a_room_that_cannot_be_read_or_that_another_request_has_makes_it_plain(s
 
 
 def test_what_was_published_stays_pinned_when_a_request_is_aborted_between_its_preemption_and_the_next_step(side, node):
-    """vLLM has freed its blocks by then, and says so only at the next step."""
+    """vLLM has freed its blocks by then, and reports it only at the next step."""
     computing(side, node, blocks=2)
     assert side.finished(request(), (), well=False) == (False, None)
     assert node.take() == [("abort", 7, False)]
@@ -183,7 +183,7 @@ def test_preemption_before_anything_is_published_changes_nothing(side, node):
 
 
 def test_what_was_over_before_it_could_be_withdrawn_does_not_begin_anew(side, node):
-    """Decode had given it up, so it does not come for the next generation."""
+    """Decode had given it up, so it does not fetch the next generation."""
     computing(side, node, blocks=2)
     side.preempted({"p"})
     node.take()

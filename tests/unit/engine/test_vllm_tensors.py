@@ -37,7 +37,7 @@ SOURCE_PAGES, TARGET_PAGES = [5, 0, 3], [2, 6, 1]
 
 @dataclass
 class Instance:
-    """All ranks of an instance: what they hold, and what is known of it."""
+    """All ranks of an instance: their tensors and its description."""
 
     tensors: dict[Rank, dict[str, torch.Tensor]]
     cache: InstanceCache
@@ -62,7 +62,7 @@ class Instance:
         return cls(tensors, cache, tp, pp)
 
     def manifest(self, rank: Rank) -> RankManifest:
-        """As its rank worker makes it of the adopted tensors."""
+        """Return a rank's manifest, as its rank worker makes it."""
         geometry, boundaries = self.cache.geometry, self.cache.stage_boundaries
         part = RankPart.of(geometry, rank, pp_size=self.pp, tp_size=self.tp, boundaries=boundaries)
         regions = MemoryPool.adopted(
@@ -78,7 +78,7 @@ class Instance:
         return [self.manifest(rank) for rank in self.tensors]
 
     def whole(self, layer: int, block: int, *, latent: bool, kv_heads: int) -> torch.Tensor:
-        """What the model has of a block of a layer: [heads, tokens, content], of all ranks together."""
+        """Return a block of a layer with the heads of all ranks: [heads, tokens, content]."""
         found = [held[name_of(layer)][block] for held in self.tensors.values() if name_of(layer) in held]
         copies = self.tp if latent else max(1, self.tp // kv_heads)
         for first in range(0, len(found), copies):
@@ -92,7 +92,7 @@ def table(ids: list[int]) -> Tables:
 
 
 def move(source: Instance, target: Instance, *, tokens: int, prefix_tokens: int = 0, chunk: int | None = None) -> None:
-    """Carry out what every rank of the source plans for every rank of the target, and check that it is all that is due."""
+    """Carry out the plans of all source ranks for all target ranks, and check that they cover all that is due."""
     geometry, targets = source.cache.geometry, target.manifests()
     sent: dict = {}
     for giving in source.manifests():

@@ -1,4 +1,4 @@
-"""What is sent to which server."""
+"""The bodies for each server."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HOSTILE = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
     ids=["once", "twice", "escaped", "inside", "inside, twice", "inside of two"],
 )
 def test_parameters_of_clients_are_dropped(hostile, more):
-    """They name addresses, and reach a server neither as what it reads nor as what it gives to its engine."""
+    """They name addresses. Neither a server nor its engine may read them."""
     mine = Asked.read("/v1/completions", f'{{"prompt": "p", {more}{hostile}}}'.encode(), {})
     for body in (mine.for_decode(None), mine.for_prefill(HOLD), mine.for_decode({"ours": 1})):
         assert b"10.0.0.1" not in b"".join(body)
@@ -63,7 +63,7 @@ def test_parameters_of_clients_are_dropped(hostile, more):
 
 
 def test_a_body_of_too_many_values_is_refused_before_they_are_made():
-    """Objects take many times the memory of their text, and their making takes the time of everybody."""
+    """Objects take many times the memory of their text, and making them takes the time of the event loop."""
     for value in (b"{}", b"[[]]", b"1", b'""'):
         content = b'{"prompt":[' + (value + b",") * MOST_VALUES + b"0]}"
         tracemalloc.start()

@@ -1,6 +1,6 @@
-"""What makes NixlConnector bearable on a small host; read by each Python process that has this directory in its PYTHONPATH.
+"""Makes NixlConnector bearable on a small host. Each Python process with this directory in its PYTHONPATH reads it.
 
-NIXL's progress thread looks without a pause, and vLLM pins both servers' threads to one core. Here neither is so.
+NIXL's progress thread looks without a pause, and vLLM pins both servers' threads to one core. This module ends both.
 """
 
 from __future__ import annotations
