@@ -1,8 +1,8 @@
 """A whole prefill engine: python prefill_engine.py RUNTIME_DIR ROOM PROMPT_TOKENS.
 
 In place of a model it fills each row with the number of its layer. RUNTIME_DIR is the prefill node's (DIR/run/prefill, after
-`kvbridge init DIR`), ROOM the `room` of a ticket that was asked for PROMPT_TOKENS tokens. It runs at the same time as
-decode_engine.py or sparse_decode.py, with the same ROOM; the top of decode_engine.py has all steps.
+`kvbridge init DIR`), ROOM the `room` of a ticket for PROMPT_TOKENS tokens. Run it at the same time as decode_engine.py or
+sparse_decode.py, with the same ROOM; the top of decode_engine.py lists all steps.
 """
 
 import sys

@@ -1,9 +1,8 @@
 """A decode engine with a hot buffer: python sparse_decode.py RUNTIME_DIR ROOM STEPS.
 
-In place of a model it appends rows with the number of their layer and selects rows at random. It takes the place of
-decode_engine.py, whose top has all steps: RUNTIME_DIR is the decode node's (DIR/run/decode, after `kvbridge init DIR`), whose C4
-cache is in the host pool; ROOM is the `room` of a ticket that was asked for at least STEPS new tokens (`max_new_tokens`). It runs
-at the same time as prefill_engine.py.
+In place of a model it appends rows with the number of their layer and selects rows at random. It replaces decode_engine.py, which
+lists all steps. RUNTIME_DIR is the decode node's (DIR/run/decode, after `kvbridge init DIR`); its C4 cache is in the host pool. ROOM
+is the `room` of a ticket for at least STEPS new tokens (`max_new_tokens`). Run it at the same time as prefill_engine.py.
 """
 
 import sys
@@ -35,7 +34,7 @@ def decode(runtime_dir: str, room_id: int, steps: int) -> None:
                 cache.end_step()  # pages that are complete start on their way to the host
             print(tuple(read.shape), set(read.unique().tolist()), cache.counts(slot))
             released = cache.release(slot)
-            released.wait(timeout_s=10)  # its host pages are touched no more
+            released.wait(timeout_s=10)  # then nothing touches its host pages any more
             room.release(sparse=released.rows())  # with figures for the node's metrics
 
 
