@@ -1,8 +1,8 @@
 """A decode engine with a hot buffer: python sparse_decode.py RUNTIME_DIR ROOM STEPS.
 
 In place of a model it appends rows with the number of their layer and selects rows at random. It replaces decode_engine.py, which
-lists all steps. RUNTIME_DIR is the decode node's (DIR/run/decode, after `kvbridge init DIR`); its C4 cache is in the host pool. ROOM
-is the `room` of a ticket for at least STEPS new tokens (`max_new_tokens`). Run it at the same time as prefill_engine.py.
+lists all steps. RUNTIME_DIR is the decode node's (DIR/run/decode, after `kvbridge init DIR`); its C4 cache is in the host pool.
+ROOM is the `room` of a ticket for at least STEPS new tokens (`max_new_tokens`). Run it at the same time as prefill_engine.py.
 """
 
 import sys
