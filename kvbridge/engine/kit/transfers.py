@@ -62,34 +62,24 @@ def full_tables(blocks: Sequence[int], first: int) -> Tables:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """A request whose blocks a room fills."""
+class Transfer:
+    """A room that fills blocks of a request (a load), or that may read the blocks of a finished request."""
 
     request: str
     room: int
-    blocks: tuple[int, ...]
-    """All blocks that may be written."""
     node: str
     """Incarnation of our node that knows of it."""
     generation: int = 1
     """Attempt at the room. Prefill begins a new one when it computes the prompt again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A finished request whose blocks a room may read."""
-
-    request: str
-    room: int
-    node: str
-    generation: int = 1
+    blocks: tuple[int, ...] | None = None
+    """All blocks that a load may write; None: the room reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
     """News for the workers at a step, from the scheduler's process, for one role."""
 
-    begun: tuple[Load | Held, ...] = ()
+    begun: tuple[Transfer, ...] = ()
     refused: tuple[tuple[int, str], ...] = ()
     """Rooms that the node refused, and why: nobody knows their pages. Only the process that sent a message gets its refusal."""
     closed: tuple[str, ...] = ()
@@ -119,8 +109,8 @@ class ServedRole:
         self._served: set[str] = set()
         """Incarnations for which a rank worker has ended, and which may still live."""
         self._next_look_s = 0.0
-        self._under_way: dict[int, Load | Held] = {}
-        self._over: list[tuple[Load | Held, str]] = []
+        self._under_way: dict[int, Transfer] = {}
+        self._over: list[tuple[Transfer, str]] = []
         """Transfers to be reported, each with the reason of its failure (empty: it succeeded)."""
         self._early: OrderedDict[tuple[int, int], RoomEvent] = OrderedDict()
         self._all_closed: set[str] = set()
@@ -157,13 +147,13 @@ class ServedRole:
             if len(self._early) > EARLY_EVENTS_KEPT:
                 self._early.popitem(last=False)
 
-    def _look_back(self, transfer: Load | Held) -> None:
+    def _look_back(self, transfer: Transfer) -> None:
         if (event := self._early.pop((transfer.room, transfer.generation), None)) is not None:
             self._ended(event)
 
     def _ended(self, event: RoomEvent) -> None:
         transfer = self._under_way[event.room]
-        if event.code == WITHDRAWN and isinstance(transfer, Load):
+        if event.code == WITHDRAWN and transfer.blocks is not None:
             # The scheduler's process gets this event as well. It fetches the next generation, or says that it does not.
             following = self._under_way[event.room] = replace(transfer, generation=transfer.generation + 1)
             self._look_back(following)
@@ -181,12 +171,11 @@ class ServedRole:
         over, self._over = self._over, []
         for transfer, reason in over:
             if reason:
-                what = "load_failed" if isinstance(transfer, Load) else "hold_ended"
+                what = "hold_ended" if transfer.blocks is None else "load_failed"
                 log.warning(what, request=transfer.request, room=transfer.room, reason=reason)
-                if isinstance(transfer, Load):
-                    self._unfilled.update(transfer.blocks)
-        sent, received = ({one.request for one, _ in over if isinstance(one, kind)} for kind in (Held, Load))
-        return sent, received
+                self._unfilled.update(transfer.blocks or ())
+        sent = {transfer.request for transfer, _ in over if transfer.blocks is None}
+        return sent, {transfer.request for transfer, _ in over} - sent
 
     def unfilled_blocks(self) -> set[int]:
         blocks, self._unfilled = self._unfilled, set()

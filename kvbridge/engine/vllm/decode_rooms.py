@@ -18,7 +18,7 @@ from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Fetch as FetchCall
 from kvbridge.core.wire.engine_messages import Provide, RoomEvent
-from kvbridge.engine.kit.transfers import Load, full_tables, room_tokens
+from kvbridge.engine.kit.transfers import Transfer, full_tables, room_tokens
 from kvbridge.engine.vllm.requests import Instance, Request, Source, source_of
 from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 
@@ -203,7 +203,7 @@ class DecodeRooms(RoomsOfRole):
         # Never count from the end: blocks may follow those of the prompt.
         fetch.blocks = tuple(blocks[fetch.first : pages])
         fetch.state, fetch.provided = FetchState.STARTED, fetch.generation
-        self._begun.append(Load(request.id, room, fetch.blocks, self.node, fetch.generation))
+        self._begun.append(Transfer(request.id, room, self.node, fetch.generation, fetch.blocks))
         if not fetch.refused:
             fetch.refused = self._provide(fetch, pages)
             if fetch.refused:

@@ -28,7 +28,7 @@ import structlog
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Finish, Hold, Publish, RoomEvent
-from kvbridge.engine.kit.transfers import Held, full_tables, room_tokens
+from kvbridge.engine.kit.transfers import Transfer, full_tables, room_tokens
 from kvbridge.engine.vllm.requests import Instance, Request, Source, params_of, room_of
 from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 
@@ -292,7 +292,7 @@ class PrefillRooms(RoomsOfRole):
             return self._finished_plain(request, blocks) if well and request.is_for_another else (False, None)
         held = self._finished_paired(paired, blocks, well=well)
         if held:
-            self._begun.append(Held(request.id, paired.room, paired.node, paired.generation))
+            self._begun.append(Transfer(request.id, paired.room, paired.node, paired.generation))
         place = self.addresses
         return held, params_of(Source(room=paired.room, prefill=place)) if well and place else None
 
@@ -323,7 +323,7 @@ class PrefillRooms(RoomsOfRole):
             published_tokens=tokens,
         )
         if held:
-            self._begun.append(Held(request.id, source.room, self.node))
+            self._begun.append(Transfer(request.id, source.room, self.node))
         return held, params_of(source) if held else None
 
     @staticmethod

@@ -20,7 +20,7 @@ from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.node import Node
-from kvbridge.engine.kit.transfers import IDLE_LOOK_S, LAST_EVENTS, Held, Load, StepMetadata
+from kvbridge.engine.kit.transfers import IDLE_LOOK_S, LAST_EVENTS, StepMetadata, Transfer
 from kvbridge.engine.link import RoomCall
 from kvbridge.engine.vllm.requests import Instance
 from kvbridge.engine.vllm.stats import TransferStats
@@ -51,7 +51,7 @@ class RoomsOfRole(ABC):
         self._known = ""
         self._next_look_s = 0.0
         self._seen: OrderedDict[int, None] = OrderedDict()
-        self._begun: list[Load | Held] = []
+        self._begun: list[Transfer] = []
         self._refused: dict[int, str] = {}
         self._closed_by: dict[str, set[int]] = {}
         self._closed: list[str] = []
