@@ -1,4 +1,4 @@
-"""Child processes: the command and the environment of one, its start, its life under supervision, its end in words."""
+"""Child processes: command and environment, start, supervision, the end in words."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from kvbridge.core.errors import DeadlineError, PeerError
 SETTINGS_PREFIX = "KVBRIDGE_"
 """Variables with this prefix set keys of a configuration, except those of `PROCESS_VARIABLES`."""
 PROCESS_VARIABLES = frozenset({"KVBRIDGE_KERNEL_CACHE"})
-"""Variables that every process reads by itself: no configuration has a key for them, and children get them."""
+"""Variables that every process reads itself: no configuration has a key for them, and children inherit them."""
 
 OPEN_FILES_SHARE = 4
-"""Each listening endpoint gets 1/n of all descriptors; at most two listen, the rest is for workers, engines, files."""
+"""Each listening endpoint gets 1/n of all descriptors. At most two listen; the rest is for workers, engines and files."""
 EXIT_ORPHANED = 4
-"""The parent had ended before the child could bind itself to the parent."""
+"""Exit code of a child whose parent had ended before the child could bind itself to the parent."""
 STOP_S = 20.0
 KILL_S = 5.0
-"""A killed process is gone within this time, or the machine has other troubles."""
+"""A killed process ends within this time, unless the machine is broken."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STABLE_AFTER_S = 30.0
-"""After a process that lived this long, the next one is started after the first pause."""
+"""After a process has lived this long, the next one is started after the first pause."""
 LONGEST_LINE = 300
 """An error shows this many characters of a line of a log."""
 _READ_BYTES = 4096
@@ -50,13 +50,13 @@ FoundT = TypeVar("FoundT")
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module in an interpreter of its own.
 
-    Without `-P`, Python would import files of the working directory in place of installed modules, and so run them.
+    Without `-P`, Python would import, and so run, files of the working directory in place of installed modules.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without settings of a configuration: a child gets its settings from us, and no secret travels."""
+    """Return an environment without settings of a configuration: a child gets settings on its command line, and no secret."""
     return {
         name: value
         for name, value in environment.items()
@@ -65,7 +65,7 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class EndCause(StrEnum):
-    """Why a process is not there any more."""
+    """The kind of end of a process."""
 
     KILLED = "killed"
     EXITED = "exited"
@@ -95,17 +95,17 @@ def how_it_ended(code: int) -> str:
 
 
 def raise_open_files() -> None:
-    """Let this process, and those that it starts, open as many files as the system allows it.
+    """Let this process and its children open as many files as the system allows.
 
-    The soft limit of 1024 is there for programs that call select(), which no descriptor above suits. Nothing here does: Python and
-    ZeroMQ wait by poll and epoll, and so do the transport libraries.
+    The soft limit of 1024 protects programs that call select(), which cannot handle larger descriptors. Nothing here calls it:
+    Python, ZeroMQ and the transport libraries wait by poll and epoll.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def affordable(configured: int, key: str, *, each: int = 1) -> int:
-    """Return how many connections there may be: as configured by `key`, or what the API's share allows.
+    """Return the number of connections to allow: as configured by `key`, or as many as an endpoint's share of descriptors holds.
 
     `each`: descriptors that one connection takes.
     """
@@ -120,9 +120,9 @@ def affordable(configured: int, key: str, *, each: int = 1) -> int:
 
 
 def end_with_parent(parent: int, number: signal.Signals, *, watch_input: bool = False) -> None:
-    """Have the kernel send this process a signal when process `parent`, which started it, ends. Exit when it has ended already.
+    """Have the kernel send this process a signal when its parent process ends. Exit when `parent` has ended already.
 
-    The kernel sends the signal when the parent's *thread* ends that started this process. `watch_input`: send the signal also when
+    The kernel sends the signal when the parent's *thread* that started this process ends. `watch_input`: send the signal also when
     the parent closes the pipe to the standard input.
     """
     _prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -142,7 +142,7 @@ def _wait_for_input_end(number: signal.Signals) -> None:
 
 
 class RestartPause:
-    """The pause before a process is started again: it doubles from one start to the next."""
+    """The pause before a process is started again, which doubles from one start to the next."""
 
     def __init__(self) -> None:
         self._next_s = FIRST_PAUSE_S
@@ -162,11 +162,11 @@ class ChildEnd:
     cause: EndCause
     pid: int = 0
     why: str = ""
-    """Why it was killed, or why it gave up; empty when that is not known."""
+    """Why it was killed, or gave up; empty when unknown."""
 
     @property
     def reason(self) -> str:
-        """How and why it ended."""
+        """The end in words, with its reason."""
         return f"{self.how} ({self.why})" if self.why else self.how
 
 
@@ -174,13 +174,13 @@ class SupervisedChild:
     """One child process, started again after a growing pause whenever it has ended. Used in one running loop."""
 
     def __init__(self, name: str, live: Callable[[], Awaitable[None]], on_end: Callable[[ChildEnd], None]) -> None:
-        """`live()` starts the process by `launch`, and returns when the process has ended or is about to.
+        """`live()` starts the process by `launch`, and returns when the process has ended or is about to end.
 
-        `on_end` is called after each end, before the next start. A defect in either is raised by `failed`.
+        `on_end` is called after each end, before the next start. `failed` raises a defect in either.
         """
         self.process: asyncio.subprocess.Process | None = None
         self.why = ""
-        """Why the present process ends, as far as that is known."""
+        """Why the present process ends, if known."""
         self._name = name
         self._live = live
         self._on_end = on_end
@@ -189,7 +189,7 @@ class SupervisedChild:
 
     @property
     def pid(self) -> int:
-        """The id of the present process, else 0."""
+        """The id of the present process; 0 when there is none."""
         return 0 if self.process is None else self.process.pid
 
     def start(self) -> None:
@@ -197,29 +197,29 @@ class SupervisedChild:
         self._task = asyncio.create_task(self._keep(), name=f"supervise {self._name}")
 
     async def failed(self) -> None:
-        """Raise when the process is not supervised any more, by a defect."""
+        """Raise when a defect has ended the supervision."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def launch(self, module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:  # noqa: ANN401 - asyncio's
-        """Run a module, without settings and in a session of its own: Ctrl-C is the parent's."""
+        """Run a module, without settings and in a session of its own, so that Ctrl-C reaches the parent only."""
         self.process = await asyncio.create_subprocess_exec(
             *module_command(module, *arguments), start_new_session=True, env=child_environment(os.environ), **options
         )
         return self.process
 
     def kill(self, why: str = "") -> bool:
-        """End the process, however it hangs; it is started again. Return whether there was one that was not being killed yet."""
+        """Kill the process; it is started again. Return whether there was a process that was not being killed yet."""
         if self.process is None or self.process.returncode is not None:
             return False
         is_first, self.why = not self.why, self.why or why
-        # Not through `process`, which would look for the exit code itself and so take it from whoever waits for it.
+        # Not through `process`, which would fetch the exit code itself and take it from the task that waits for it.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
         return is_first
 
     async def stop(self, timeout_s: float, why: str) -> bool:
-        """Start no process any more, wait until the present one ends, kill it after `timeout_s`. Return whether it was killed."""
+        """Start no more processes, wait for the end of the present one, kill it after `timeout_s`. Return whether it was killed."""
         self._stopping = True
         if self._task is None:
             return False
@@ -256,14 +256,14 @@ class SupervisedChild:
             self.process = None
 
 
-# ------------------------------------------------------------------ children that somebody else watches
+# ------------------------------------------------------------------ children of commands and tests
 
 
 class ChildProcess:
     """A child process of a command or a test; its standard error (and output) is appended to `log_path`."""
 
     def __init__(self, name: str, log_path: Path, *, ends_with_us: bool = False) -> None:
-        """`name` is for messages. `ends_with_us`: SIGTERM when the thread that started it ends, however it ends."""
+        """`name` is for messages. `ends_with_us`: the child gets SIGTERM when the thread that starts it ends."""
         self.name = name
         self.log_path = log_path
         self.process: Popen[bytes] | None = None
@@ -272,9 +272,10 @@ class ChildProcess:
     def launch(
         self, command: Sequence[str], *, piped: bool = False, environment: Mapping[str, str] | None = None
     ) -> Popen[bytes]:
-        """Start the process, in a session of its own. `piped`: its standard input and output are pipes, else nothing and the log.
+        """Start the process, in a session of its own.
 
-        `environment` is added to this process's own, less the settings of kvbridge.
+        `piped`: its standard input and output are pipes, else /dev/null and the log. `environment` is added to the environment of
+        this process, without the settings of kvbridge.
         """
         with self.log_path.open("ab") as log:
             self.process = Popen(
@@ -290,12 +291,12 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it was started and has not ended."""
+        """Whether the process was started and has not ended."""
         return self.process is not None and self.process.poll() is None
 
     def check_running(self) -> None:
-        """Raise PeerError with the tail of its log when it has ended."""
-        process = self.process  # another thread may start it again meanwhile
+        """Raise PeerError with the end of its log when it has ended."""
+        process = self.process  # another thread may start a new one meanwhile
         if process is not None and process.poll() is not None:
             tail = "\n".join(line[:LONGEST_LINE] for line in self.log(8).splitlines())
             found = f"its log ends:\n{tail}" if tail else "its log is empty"
@@ -315,7 +316,7 @@ class ChildProcess:
             self.process.wait(KILL_S)
 
     def stop(self) -> int:
-        """Send SIGTERM, wait, kill what does not end; return the exit code (0 when it never ran)."""
+        """Send SIGTERM, wait, kill if necessary. Return the exit code; 0 when it never ran."""
         stop_all([self], timeout_s=STOP_S)
         return 0 if self.process is None else int(self.process.returncode)
 
@@ -325,10 +326,10 @@ def _term_with_parent() -> None:
 
 
 def stop_all(children: Iterable[ChildProcess], *, timeout_s: float, hurry_after_s: float | None = None) -> None:
-    """End processes together: SIGTERM, once more after `hurry_after_s`, and SIGKILL to those left after `timeout_s`."""
+    """End processes together: SIGTERM, again after `hurry_after_s`, and SIGKILL to those left after `timeout_s`."""
     running = [child.process for child in children if child.process is not None and child.process.poll() is None]
     for process in running:
-        process.send_signal(signal.SIGCONT)  # a stopped one would not hear the rest
+        process.send_signal(signal.SIGCONT)  # a stopped process would not get the next signal
         process.terminate()
     deadline_s = time.monotonic() + timeout_s
     if hurry_after_s is not None:
@@ -340,7 +341,7 @@ def stop_all(children: Iterable[ChildProcess], *, timeout_s: float, hurry_after_
 
 
 def _wait_all(processes: list[Popen[bytes]], deadline_s: float) -> list[Popen[bytes]]:
-    """Return those that have not ended by the deadline."""
+    """Return the processes that have not ended by the deadline."""
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     return [process for process in processes if process.poll() is None]

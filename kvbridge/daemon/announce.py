@@ -1,4 +1,4 @@
-"""How others find a daemon: its entry in the directory."""
+"""A node's entry in the directory: registered, kept fresh by heartbeats, taken off at the end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvbridge.core.errors import (
 log = structlog.get_logger(__name__)
 
 CHANGE_PAUSE_S = 0.2
-"""Seconds at least between two heartbeats, whatever happens on the node."""
+"""Shortest time between two heartbeats, whatever happens on the node."""
 CHANGE_SHARE = 8
-"""A pool is news when its available pages have changed by this part (1/n) of what was, or is, available."""
+"""A change of 1/n of a pool's available pages, of those reported or of those now, is reported before the next heartbeat."""
 
 
 def is_significant(told: Load, now: Load) -> bool:
-    """Whether the directory should hear of a load before the next heartbeat: the fuller a pool, the sooner."""
+    """Whether the directory should hear of a load before the next heartbeat: a fuller pool is reported sooner."""
     return any(
         abs(available - told.available_pages.get(space, 0)) * CHANGE_SHARE
         > min(available, told.available_pages.get(space, 0))
@@ -38,9 +38,9 @@ def is_significant(told: Load, now: Load) -> bool:
 
 
 class Announcer:
-    """Keeps a daemon's entry in the directory fresh. A directory that is away is asked again at the next interval.
+    """Keeps a node's entry in the directory fresh. It asks a directory that is away again at the next interval.
 
-    The daemon talks to one replica of the directory until that does not answer, and then to the next one without waiting.
+    The node talks to one replica of the directory. When that replica does not answer, it turns to the next one without waiting.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Announcer:
         interval_s: float,
         pause_s: float = CHANGE_PAUSE_S,
     ) -> None:
-        """The two callables describe the daemon at the moment of the call; between two calls lie at least `pause_s`."""
+        """The two callables describe the node at the moment of the call. Two heartbeats are at least `pause_s` apart."""
         self._replicas = replicas
         self._turn = 0
         self._failures = 0
@@ -63,22 +63,22 @@ class Announcer:
         self._pause_s = min(pause_s, interval_s)
         self._told = Load()
         self._registered = False
-        """Whether the directory has had this node. A node that was known stays ready until the directory refuses it."""
+        """Whether the directory has ever had this node. A known node stays ready until the directory refuses it."""
         self._outdated = True
-        """Whether the directory lacks the registration, or has a former one."""
+        """Whether the directory lacks the present registration."""
         self._left = False
         self._calling = asyncio.Lock()
         self._changed = asyncio.Event()
         self.problem = "not registered at bootstrap yet"
-        """Why the entry is not fresh; empty when it is."""
+        """Why the entry is not fresh; empty while it is."""
         self.refusal = ""
         """Why the directory refused this node in its last answer; empty when it has the node."""
         self._replaced = False
-        """Whether it refused because another process has the name now."""
+        """Whether the directory refused this node because another process has the name now."""
 
     @property
     def state(self) -> RegistrationState:
-        """Where this node stands with the directory, as far as it knows."""
+        """The state of this node's entry, as far as the node knows."""
         if self._left:
             return RegistrationState.NONE
         if self.refusal:
@@ -87,7 +87,7 @@ class Announcer:
 
     @property
     def obstacle(self) -> str:
-        """Why bootstrap sends no request here; empty while it may, also when it has not answered lately."""
+        """Why bootstrap sends no request here; empty while it may, also while it does not answer."""
         if self.refusal:
             return f"bootstrap refuses this node: {self.refusal}"
         return "" if self._registered or self._left else f"bootstrap does not know this node: {self.problem}"
@@ -103,11 +103,11 @@ class Announcer:
             self._changed.clear()
 
     def changed(self) -> None:
-        """Send a heartbeat soon: the daemon became ready, or stopped being it."""
+        """Send a heartbeat soon, because the node became ready or unready."""
         self._changed.set()
 
     def look(self) -> None:
-        """Send a heartbeat soon when the load is news. Call it often. While the directory does not answer nothing is news."""
+        """Send a heartbeat soon when the load has changed much. Call it often. Harmless while the directory does not answer."""
         if not self.problem and is_significant(self._told, self._load()):
             self._changed.set()
 
@@ -140,13 +140,13 @@ class Announcer:
             self._failed(str(error), error.code)
             self._ask_another()
         except StaleError as error:
-            # Registering again would take the name back, and the two would go on taking it from each other.
+            # Registering again would take the name back, and the two processes would take it from each other for ever.
             self._refused(f"another process has taken this node's name: {error}", error.code, replaced=True)
         except BridgeError as error:
             self._refused(str(error), error.code)
 
     def _ask_another(self) -> None:
-        """Turn to the next replica, at once as long as there is one that has not failed since the last answer."""
+        """Turn to the next replica, at once as long as one has not failed since the last answer."""
         self._turn = (self._turn + 1) % len(self._replicas)
         self._failures += 1
         if self._failures % len(self._replicas):
@@ -163,10 +163,10 @@ class Announcer:
         self.problem, self.refusal, self._replaced = problem, problem, replaced
 
     async def leave(self) -> None:
-        """Take the entry off, for good: no heartbeat follows."""
+        """Take the entry off for good: no heartbeat follows."""
         self._left = True
         async with self._calling:
-            self.problem = self.refusal = ""  # whatever they were, nobody waits for an entry any more
+            self.problem = self.refusal = ""  # nobody waits for an entry any more
             if not self._registered:
                 return
             entry = self._registration()

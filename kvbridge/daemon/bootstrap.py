@@ -1,7 +1,7 @@
 """The bootstrap daemon: the directory and the pairing behind one HTTP API.
 
-`/ready`, `/status` and `/metrics` are answered from an overview, so that they never wait for a store that hangs. It is taken every
-`OVERVIEW_S`, and less often where the fleet is so large that it would take more than a small part of the time.
+`/ready`, `/status` and `/metrics` are answered from an overview, so that they never wait for a store that hangs. The overview is
+taken every `OVERVIEW_S`, and less often for a fleet so large that taking it would cost more than a small part of the time.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from kvbridge.telemetry.registry import Metrics
 log = structlog.get_logger(__name__)
 
 OVERVIEW_S = 0.25
-"""Seconds at least between two overviews. Each also forgets what has expired."""
+"""Shortest time between two overviews. Each also forgets expired entries."""
 OVERVIEW_PAUSE = 24
-"""The pause after an overview is this many times as long as the overview: a thousand nodes cost some 4 % of the time."""
+"""The pause after an overview is this many times as long as the overview: a thousand nodes cost about 4 % of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class _Overview:
     listing: tuple[InstanceView, ...] = ()
     rooms: dict[str, int] = field(default_factory=dict)
     problem: str = "the directory has not been read yet"
-    """Why the store cannot be asked; the rest is then what it last said."""
+    """Why the store does not answer; the other fields are then from its last answer."""
 
 
 class BootstrapDaemon(Daemon):
     """One bootstrap."""
 
     def __init__(self, config: BootstrapConfig, *, endpoint_dir: Path | None = None) -> None:
-        """`endpoint_dir`: where to write the endpoint file, for tools that let the system choose the port."""
+        """`endpoint_dir`: directory of the endpoint file, for tools that let the system choose the port."""
         super().__init__(Metrics(role="bootstrap"), spans_s=config.timeouts.shutdown_s / 5)
         self.metrics.built("bootstrap", "bootstrap")
         self.config = config
@@ -82,7 +82,7 @@ class BootstrapDaemon(Daemon):
         self._overview = _Overview()
 
     async def start(self) -> None:
-        """Open the endpoint. A store that is away does not keep it shut: `/ready` gives the reason."""
+        """Open the endpoint, also while the store does not answer: `/ready` gives the reason."""
         await self._look()
         names = {"role": "bootstrap", "incarnation": self.incarnation}
         self.open_traces(self.config.telemetry.traces, names, self.pairing.events)
@@ -128,7 +128,7 @@ class BootstrapDaemon(Daemon):
             self.tell(self.readiness())
 
     async def _look(self) -> None:
-        """Forget what has expired and take the overview; a store that cannot be asked is part of it."""
+        """Forget expired entries and take the overview, which tells when the store does not answer."""
         before = self._overview
         try:
             await self.directory.expire()
@@ -144,13 +144,13 @@ class BootstrapDaemon(Daemon):
             log.info("store_answers", store=repr(self._store), instances=len(listing))
 
     def readiness(self) -> Readiness:
-        """Return ready while a pair can be made, by what is known; nodes can register meanwhile, whatever this says."""
+        """Return ready while the overview has a node of each role that is ready. Nodes can register all the same."""
         overview = self._overview
         reasons = (overview.problem,) if overview.problem else absences(overview.listing)
         return Readiness(ready=not reasons, reasons=reasons)
 
     def status(self) -> BootstrapStatus:
-        """Everything an operator wants to see."""
+        """Return the status page's document."""
         overview = self._overview
         return BootstrapStatus(
             incarnation=self.incarnation,
@@ -164,7 +164,7 @@ class BootstrapDaemon(Daemon):
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
+        """Set the gauges, and return the metrics page in pieces, in an accepted form, and its content type."""
         rooms, listing = self._overview.rooms, self._overview.listing
         self.metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in PairingState})
         states = Counter((one.role.value, _state_of(one)) for one in listing)
@@ -190,7 +190,7 @@ def open_store(config: BootstrapConfig, metrics: Metrics, files: SecretFiles) ->
     """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
-        # All that a pairing may wait for, one after another: a claim that is older belongs to nobody.
+        # The sum of everything that a pairing may wait for: an older claim belongs to no pairing.
         claim_s=2 * timeouts.pair_s + config.pairing.max_wait_s + timeouts.reserve_s + 2 * timeouts.store_s,
         keep_s=timeouts.room_keep_s,
         max_rooms=config.pairing.max_rooms,

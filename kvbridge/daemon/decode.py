@@ -28,7 +28,7 @@ from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.telemetry.facts import MessagesResent
 
 KEPT_SHARE = 4
-"""One in so many links is kept for addresses that have answered before, so that those who name wrong ones do not take them all."""
+"""One in so many links is kept for addresses that have answered before, so that wrong addresses cannot take all links."""
 
 
 def decode_daemon(config: DecodeConfig) -> NodeDaemon:
@@ -164,7 +164,9 @@ class PrefillLinks(Links):
             context=self._context,
             settings=self.settings,
         )
-        self._opened[address] = Context().run(client)  # what it hears later is not of the request that needed it first
+        self._opened[address] = Context().run(
+            client
+        )  # what it hears later does not belong to the request that needed it first
 
     def _callbacks(self, address: PeerAddress) -> PeerCallbacks:
         return PeerCallbacks(
@@ -185,7 +187,7 @@ class PrefillLinks(Links):
         self._nodes.received(address, peer, message)
 
     def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
-        """Give a node up that acknowledges nothing."""
+        """Give up a node that acknowledges nothing."""
         why = self._undelivered(address.endpoint, message, age_s)
         # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
         if address in self._opened and age_s >= self._timeouts.control_delivery_s:
@@ -196,7 +198,7 @@ class PrefillLinks(Links):
             self._nodes.restarted(address)
 
     def _is_same(self, address: PeerAddress, incarnation: str) -> bool:
-        """Return whether another address leads to that incarnation already; whoever has another key is another node."""
+        """Return whether another address leads to that incarnation already. A node with another key is another node."""
         for other, client in self._opened.items():
             if other != address and client.server == incarnation and other.public_key == address.public_key:
                 self._nodes.same(address, other)
@@ -204,7 +206,7 @@ class PrefillLinks(Links):
         return False
 
     def _look_again(self, address: PeerAddress) -> None:
-        """Look at a link when the connection that it lacks would have to be back."""
+        """Check a link again when its lost connection should be back."""
         limit_s = self._timeouts.control_heartbeat_s
         asyncio.get_running_loop().call_later(limit_s, self._look, address, context=Context())
 
@@ -230,5 +232,5 @@ class PrefillLinks(Links):
             client.close()
 
     def soon(self, do: Callable[[], None]) -> None:
-        """Have `do` called in the loop's next turn, on nobody's behalf."""
+        """Call `do` in the loop's next turn, outside of any request's context."""
         asyncio.get_running_loop().call_soon(do, context=Context())

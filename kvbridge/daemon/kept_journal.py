@@ -1,8 +1,7 @@
-"""The journal of kept pools: an entry of 64 bytes for each host copy, at the place of its page, that says what the page holds.
+"""The form of the journal of kept pools: for each host copy, an entry of 64 bytes that says what its page holds.
 
-An entry is written once the digest of its page is known, and wiped before the page is used again. The journal that the end of a
-process leaves, at any moment, is right. Each entry has a checksum: a damaged entry is left out, and with it the later pages of the
-prompt. Should an entry not have been wiped, the page's digest tells.
+An entry has the place of its page. Each entry has a checksum: a damaged entry is left out, and with it the later pages of the
+prompt. The digest of a page shows an entry that should have been wiped.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MAGIC = b"kvbridge twins 3"
 _HEAD = struct.Struct(f"<{len(_MAGIC)}sII")
 """Magic, length and checksum of the header's text, which follows."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}siIQHH8x")
-"""Key, parent's key, home, digest, serial number, place among the pages of a checkpoint, their number; a checksum follows."""
+"""Key, parent's key, home, digest, serial number, place among the pages of a checkpoint, number of these; a checksum follows."""
 
 Place = tuple[IndexSpace, int]
 """A page of a space."""
@@ -46,25 +45,25 @@ class KeptFile(FrozenModel):
 
 
 class KeptHeader(FrozenModel):
-    """The pools that a journal is about."""
+    """The pools that a journal describes."""
 
     incarnation: Annotated[str, Field(max_length=64)]
     """Incarnation of the process that has written it."""
     form: dict[str, str]
-    """Facts of the pools, by names for operators, that must be equal for another process to go on with them."""
+    """Facts of the pools, by names for operators, that must be equal for another process to reuse the pools."""
     page_counts: dict[IndexSpace, NonNegative]
     """Page counts of the spaces of host copies, and of the home if there is one; these must be equal as well."""
     files: tuple[KeptFile, ...] = ()
 
     def why_not(self, wanted: KeptHeader) -> str:
-        """Return why a process that wants pools of this form cannot go on with those of this journal; empty when it can."""
+        """Return why a process that wants pools of the form `wanted` cannot reuse those of this journal; empty when it can."""
         found, asked = ({**of.form, "page counts": of.page_counts} for of in (self, wanted))
         different = (name for name, fact in asked.items() if found.get(name) != fact)
         return next((f"its {name} is {found.get(name)}, this daemon's is {asked[name]}" for name in different), "")
 
 
 class Held(NamedTuple):
-    """A page of a prompt in a host copy and in its home; or the checkpoint at the end of a page, in some host copies."""
+    """A page of a prompt, in a host copy and in its home; or a checkpoint at the end of a page, in one or more host copies."""
 
     space: IndexSpace
     key: bytes
@@ -78,12 +77,12 @@ class Held(NamedTuple):
 
     @property
     def sets(self) -> tuple[tuple[Place, ...], ...]:
-        """The pages that have one digest each; the entry is at the first one's place."""
+        """Sets of pages with one digest each; the entry has the place of the first page."""
         home = () if self.home == NO_PAGE else ((IndexSpace.HOST, self.home),)
         return tuple(((self.space, copy), *home) for copy in self.copies)
 
     def entries(self, serial: int) -> Iterator[tuple[Place, bytes]]:
-        """Yield the entries that say this, each with its place; a later one has a higher serial number."""
+        """Yield its entries, each with its place. A later entry has a higher serial number."""
         for number, (pages, digest) in enumerate(zip(self.sets, self.digests, strict=True)):
             body = _ENTRY.pack(self.key, self.parent, self.home, digest, serial, number, len(self.copies))
             yield pages[0], _sealed(body)
@@ -101,9 +100,9 @@ class Contents:
     """Entries that were left out."""
 
     def prompts(self) -> Iterator[tuple[Keys, list[Held]]]:
-        """Yield every longest prompt of which all pages are there, with its pages, in the order in which their last pages came.
+        """Yield each longest complete prompt with its pages, in the order in which the last pages came.
 
-        A page that prompts share is in each of them; a page without its parent is in none.
+        A page that prompts share is in each of them. A page without its parent is in none.
         """
         by_key = {page.key: page for page in self.pages.values()}
         inner = {page.parent for page in by_key.values()}
@@ -119,14 +118,14 @@ class Contents:
 
 
 def header_bytes(header: KeptHeader) -> bytes:
-    """Return the beginning of a journal: a multiple of an entry's length."""
+    """Return the beginning of a journal, padded to a multiple of an entry's length."""
     text = header.model_dump_json().encode()
     head = _HEAD.pack(_MAGIC, len(text), crc32c(text)) + text
     return head + bytes(-len(head) % ENTRY_BYTES)
 
 
 def read_header(data: bytes) -> tuple[KeptHeader, int]:
-    """Return the header of a journal, and where its entries begin. Raises IntegrityError for bytes that are none."""
+    """Return the header of a journal, and the offset of its entries. Raises IntegrityError for bytes that are no journal."""
     try:
         magic, length, checksum = _HEAD.unpack_from(data)
         end = _HEAD.size + length
@@ -139,16 +138,16 @@ def read_header(data: bytes) -> tuple[KeptHeader, int]:
 
 
 def entry_bases(page_counts: Mapping[IndexSpace, int], start: int) -> tuple[dict[IndexSpace, int], int]:
-    """Return where the entries of each space begin, in a journal whose first one is at `start`, and where the last ones end."""
+    """Return the offset of the entries of each space in a journal, the first one at `start`, and the end of the last entry."""
     middle = start + page_counts[IndexSpace.FULL_COPY] * ENTRY_BYTES
     bases = {IndexSpace.FULL_COPY: start, IndexSpace.SWA_COPY: middle}
     return bases, middle + page_counts.get(IndexSpace.SWA_COPY, 0) * ENTRY_BYTES
 
 
 def read_journal(data: bytes) -> tuple[KeptHeader, Contents]:
-    """Return the header of a journal, and what its entries say: of two entries with one key, or one home, the later one counts.
+    """Return the header of a journal and the contents of its entries. When two entries have one key or one home, the later counts.
 
-    Entries that are damaged or cut off are left out. Raises IntegrityError as `read_header`.
+    Damaged and cut-off entries are left out. Raises IntegrityError as `read_header` does.
     """
     header, start = read_header(data)
     contents, counts = Contents(), header.page_counts

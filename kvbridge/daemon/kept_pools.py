@@ -46,7 +46,7 @@ PAGES_AT_ONCE = 32
 """Pages whose digests are computed between two checks of what has changed."""
 DIGEST_THREADS = 2
 _TAKER = Owner(NO_ROOM, 0)
-"""Has all pages that a journal names until it is known what they hold; copies are counted from 1."""
+"""Owner of all pages that a journal names, until they have been compared. Owners of host copies are counted from 1."""
 
 
 class PageDigests:
@@ -58,7 +58,7 @@ class PageDigests:
             self._of_space.setdefault(region.space, []).append(region)
 
     def __call__(self, pages: Sequence[Place]) -> int:
-        """Return one digest of all bytes of some pages, which nobody writes meanwhile."""
+        """Return one digest of all bytes of some pages, which must not be written meanwhile."""
         found = [
             (
                 region.extent_addresses[page // region.pages_per_extent]
@@ -77,15 +77,15 @@ class PageDigests:
 
 
 class KeptJournal:
-    """Writes a journal. Watches host copies. Called from the event loop's thread only."""
+    """Writes the journal while it watches the host copies. Called from the event loop's thread only."""
 
     def __init__(self, path: Path, header: KeptHeader, digest: PageDigests, contents: Contents) -> None:
-        """Begin a journal that says `contents`, in place of the one before. Where it cannot be made there is none."""
+        """Begin a journal with `contents`, in place of the one before. A journal that cannot be made is logged, and missing."""
         self._digest = digest
         self._serial = 0
         self._written: set[Place] = set()
         self._arriving: dict[Place, Held] = {}
-        """Pages that are being read, or will be, by each of their host copies."""
+        """By host copy, the pages that are being read, or will be."""
         self._queue: list[Held] = []
         self._reading: asyncio.Task[None] | None = None
         self._map: mmap.mmap | None = None
@@ -108,7 +108,7 @@ class KeptJournal:
                 path.unlink(missing_ok=True)
 
     def added(self, keys: Keys, start: int, pages: Pages) -> None:
-        """Take in host copies and their homes, which are written down when they have been read."""
+        """Take in host copies and their homes. Their entries are written when the pages have been read."""
         copies = pages[IndexSpace.FULL_COPY].tolist()
         homes = pages[IndexSpace.HOST].tolist() if IndexSpace.HOST in pages else [NO_PAGE] * len(copies)
         self._arrive(
@@ -129,7 +129,7 @@ class KeptJournal:
                 self._put(place, bytes(ENTRY_BYTES))
 
     async def finish(self, within_s: float) -> None:
-        """Write down the pages that are still being read; pages that are not read within `within_s` are lost."""
+        """Write the entries of pages that are still being read. Pages that are not read within `within_s` are lost."""
         if self._reading is not None:
             await asyncio.wait({self._reading}, timeout=within_s)
         self.close()
@@ -160,7 +160,7 @@ class KeptJournal:
                         self._write(held._replace(digests=digests))
 
     def _digests(self, batch: Sequence[Held]) -> list[tuple[int, ...]]:
-        """Return those of each page; none where a defect keeps a page from being read, which is in no journal then."""
+        """Return the digests of each page; none for a page that a defect keeps from being read, which then is in no journal."""
         found: list[tuple[int, ...]] = []
         defect: Exception | None = None
         for held in batch:
@@ -187,7 +187,7 @@ class KeptJournal:
 
 @dataclass(slots=True)
 class Restored:
-    """The outcome for the pages that a daemon finds in kept pools, by the names of its status (`KeptPoolsStatus`)."""
+    """The outcome for the pages that a daemon finds in kept pools, with the names of `KeptPoolsStatus`."""
 
     waiting_pages: int = 0
     restored_pages: int = 0
@@ -200,10 +200,10 @@ class Restored:
 
 
 class RestoredCopies:
-    """The pages that a journal names, on their way into the index. Called from the event loop's thread only.
+    """Brings the pages that a journal names into the index. Called from the event loop's thread only.
 
-    A page is believed when it holds, byte for byte, what the journal says. Reading some GiB takes a second, so the daemon serves
-    meanwhile: pages that are not compared yet are nobody's.
+    A page is used when its bytes have the digest in the journal. Reading some GiB takes a second, so the daemon serves meanwhile:
+    pages that are not compared yet are used by nobody.
     """
 
     def __init__(
@@ -216,15 +216,15 @@ class RestoredCopies:
         *,
         lost: Callable[[Pages], None],
     ) -> None:
-        """Take these pages, of a book of which all is free. `lost` is told of those that will not come back.
+        """Take these pages from a book whose pages are all free. `lost` is called with those that will not come back.
 
-        `found` says at any moment how far it is.
+        `found` shows the progress at any moment.
         """
         self._book, self._copies, self._digest, self._contents, self._lost = book, copies, digest, contents, lost
         self._right: dict[bytes, bool] = {}
-        """Whether the pages that have been read hold what the journal says, by their keys."""
+        """By key, whether the bytes of a page that has been read have the digest in the journal."""
         self._ends: dict[bytes, Held] = {}
-        """Checkpoints that hold what the journal says, by the keys of their pages."""
+        """By the key of its page, each checkpoint whose bytes have the digest in the journal."""
         self._entered: set[bytes] = set()
         self.found = found
         named = {
@@ -239,9 +239,9 @@ class RestoredCopies:
         book.uncache(others)
 
     async def run(self) -> None:
-        """Compare every page with its digest, in threads, and let in what is right, prompt by prompt.
+        """Compare every page with its digest, in threads, and enter equal pages into the index, prompt by prompt.
 
-        A defect ends the comparison, not the daemon: what was let in before stays, and every other page is free.
+        A defect ends the comparison, not the daemon: pages that were entered before stay, and every other page becomes free.
         """
         found, named = self.found, len(self._contents.pages)
         try:

@@ -15,7 +15,6 @@ from kvbridge.config.pools import (
     DecodePools,
     DeviceLayout,
     HostLayout,
-    HostPool,
     MemoryOwner,
     ModelConfig,
     RankPlacement,
@@ -203,14 +202,15 @@ def _host(config: NodeConfig, geometry: ModelGeometry, kinds: frozenset[Componen
     if not kinds or not isinstance(config.pools, DecodePools):
         return None
     asked = config.pools.host
+    components = [geometry.component(kind) for kind in kinds]
+    each_bytes = sum(component.page_bytes() * len(component.layers) for component in components)
+    pages = asked.pages or int(asked.size_bytes) // each_bytes
+    if pages < 1:
+        raise ConfigError(
+            f"pools.host.size_bytes: one page of all layers has {each_bytes} bytes, got {int(asked.size_bytes)} in all"
+        )
     chunking = Chunking(extent_bytes=int(asked.extent_bytes), mapping_bytes=int(asked.mapping_bytes))
-    return host_placement(
-        geometry,
-        kinds,
-        page_count=_host_pages(asked, geometry, kinds),
-        layout=HostLayout(asked.layout),
-        chunking=chunking,
-    )
+    return host_placement(geometry, kinds, page_count=pages, layout=HostLayout(asked.layout), chunking=chunking)
 
 
 def _hot_slots(
@@ -227,19 +227,6 @@ def _hot_slots(
     except InvalidInputError as error:
         raise ConfigError(f"sparse: {error}") from error
     return {} if IndexSpace.REQUEST in spaces else {IndexSpace.REQUEST: config.sparse.max_requests}
-
-
-def _host_pages(asked: HostPool, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> int:
-    if asked.pages:
-        return asked.pages
-    components = [geometry.component(kind) for kind in kinds]
-    page_bytes = sum(component.page_bytes() * len(component.layers) for component in components)
-    pages = int(asked.size_bytes) // page_bytes
-    if pages < 1:
-        raise ConfigError(
-            f"pools.host.size_bytes: one page of all layers has {page_bytes} bytes, got {int(asked.size_bytes)} in all"
-        )
-    return pages
 
 
 def _plan_copies(
@@ -269,7 +256,7 @@ def _plan_copies(
             f"tier.host: all pages of a prefix of '{geometry.name}' live in the host pool of this node; set tier.host to null"
         )
     _check_checkpoints(asked, geometry, prefill=prefill)
-    counts = {IndexSpace.FULL_COPY: _pages(asked, _page_bytes(geometry, parts, components))}
+    counts = {IndexSpace.FULL_COPY: asked.pages or _pages_in(asked, geometry, parts, components)}
     if asked.checkpoint_pages:
         counts[IndexSpace.SWA_COPY] = asked.checkpoint_pages
     return copy_placement(geometry, parts, components, page_counts=counts, layout=asked.layout, chunking=UNREGISTERED)
@@ -283,28 +270,18 @@ def _check_checkpoints(asked: HostTier, geometry: ModelGeometry, *, prefill: boo
             "states were kept; say how many checkpoints the host is to keep"
         )
     if asked.checkpoint_pages and not wanted:
-        why = (
-            f"'{geometry.name}' needs none"
-            if prefill
-            else "a decode node keeps none, windows and states always come anew"
-        )
+        no_need = f"'{geometry.name}' needs none"
+        why = no_need if prefill else "a decode node keeps none, because windows and states always come anew"
         raise ConfigError(f"tier.host.checkpoint_pages is {asked.checkpoint_pages}: {why}; set it to 0")
 
 
-def _page_bytes(
-    geometry: ModelGeometry, parts: Sequence[RankPart], components: Sequence[Component]
-) -> dict[IndexSpace, int]:
-    """Return the bytes of one page of each space of host copies."""
-    one = dict.fromkeys((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), 1)
-    found = dict.fromkeys(one, 0)
-    for region in copy_placement(geometry, parts, components, page_counts=one).regions:
-        found[region.space] += region.page_bytes
-    return found
-
-
-def _pages(asked: HostTier, page_bytes: dict[IndexSpace, int]) -> int:
-    if asked.pages:
-        return asked.pages
+def _pages_in(
+    asked: HostTier, geometry: ModelGeometry, parts: Sequence[RankPart], components: Sequence[Component]
+) -> int:
+    """Return the pages that `size_bytes` holds beside the checkpoints."""
+    page_bytes = dict.fromkeys((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), 0)
+    for region in copy_placement(geometry, parts, components, page_counts=dict.fromkeys(page_bytes, 1)).regions:
+        page_bytes[region.space] += region.page_bytes
     checkpoints, each = asked.checkpoint_pages * page_bytes[IndexSpace.SWA_COPY], page_bytes[IndexSpace.FULL_COPY]
     pages = (int(asked.size_bytes) - checkpoints) // each
     if pages < 1:

@@ -57,7 +57,7 @@ class NodeMemory:
     found: Contents = field(default_factory=Contents)
     """Contents of the kept pools by the journal of the daemon before, as far as this daemon can reuse them."""
     restored: Restored | None = None
-    """What came of the pools of the daemon before; None where none are to be kept."""
+    """The outcome for the pools of the daemon before; None where none are to be kept."""
     _old: dict[str, Path] = field(default_factory=dict)
     """Files to take over, by the end of their names, after the incarnation."""
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -125,7 +125,7 @@ class NodeMemory:
                     f"the pools in {directory} were being made and could not be removed within {cancel_s:g} s "
                     "(timeouts.shutdown_close_s): the machine is short of memory or of time"
                 ) from None
-            work.exception()  # says no more than that it was told to stop
+            work.exception()  # only that it was told to stop
             self.close()
             raise
         self.problem = ""

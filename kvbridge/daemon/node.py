@@ -43,8 +43,8 @@ BOOTSTRAP_CALL_S = 5.0
 TICK_S = 0.05
 """Time between two checks of deadlines."""
 CLOSING_PARTS = 10
-"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, the store below host memory one, rank
-workers four, peers one, spans one."""
+"""`timeouts.shutdown_close_s` has so many equal parts: one for rooms that are aborted, two for HTTP, one for the store below host
+memory, four for rank workers, one for peers, one for spans."""
 
 
 class NodeDaemon(Daemon):
@@ -65,7 +65,7 @@ class NodeDaemon(Daemon):
     # ------------------------------------------------------------------ from start to end
 
     async def start(self) -> None:
-        """Open HTTP and sockets, make the memory, start the workers. Returns when those are starting."""
+        """Open sockets and HTTP, make the memory, and begin to start the workers."""
         parts, config = self.parts, self.parts.config
         require_memory_directory(config, parts.layout)
         role, names = parts.identity.role, parts.identity._asdict()
@@ -90,7 +90,7 @@ class NodeDaemon(Daemon):
             self.background(parts.stored.failed(), "store")
 
     async def drain(self) -> None:
-        """Admit nothing more, let rooms end, abort those that do not end in time (`timeouts.shutdown_rooms_s`)."""
+        """Admit no more rooms, let rooms end, and abort those that do not end within `timeouts.shutdown_rooms_s`."""
         limit_s = self.parts.config.timeouts.shutdown_rooms_s
         self.admission.close("the daemon is shutting down")
         leaving = [] if self.overview.announcer is None else [self.background(self.overview.announcer.leave(), "leave")]
@@ -138,7 +138,7 @@ class NodeDaemon(Daemon):
             self.tell(None if self.admission.closed else self.overview.readiness())
             self._look_for_announcements()
             if (now_s := time.monotonic()) >= next_heartbeat_s:
-                next_heartbeat_s = now_s + heartbeat_s  # what was missed while the process was stopped is not caught up
+                next_heartbeat_s = now_s + heartbeat_s  # heartbeats missed while stopped are not sent later
                 self.peers.watch()
 
     # ------------------------------------------------------------------ parts
@@ -184,7 +184,7 @@ class NodeDaemon(Daemon):
             self.background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:
-        """Complete the journal of kept pools, now that nothing copies pages any more."""
+        """Complete the journal of kept pools, after the last copy of a page."""
         if self._journal is not None:
             await self._journal.finish(self._closing_part_s)
 

@@ -1,4 +1,4 @@
-"""What both roles are built on: made in one order, before anything is opened."""
+"""The parts of a node that do not depend on its role, made in one order before anything is opened."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ class EngineSocket:
 
 
 class NodeParts:
-    """Everything of a node that does not depend on its role. Nothing is open yet."""
+    """The parts of one node. Nothing is open yet."""
 
     def __init__(self, config: NodeConfig, role: Role) -> None:
-        """Decide everything that can be decided without opening anything. Raises ConfigError, InvalidInputError."""
+        """Raises ConfigError, InvalidInputError."""
         self.config = config
         self.identity = NodeIdentity(role, config.instance, config.node, secrets.token_hex(8))
         self.geometry = load_geometry(config.model)
@@ -110,7 +110,7 @@ class NodeParts:
         self.book = self.layout.book()
         self.metrics = self._metrics()
         self.seldom = Seldom(self.metrics.line_left_out)
-        """Limits lines of the log that strangers, or many rooms, can cause."""
+        """Limits log lines that strangers, or many rooms, can cause."""
         self.recent = Recent()
         self.events = EventStream()
         for table in (*NodeReader(self.metrics, self.seldom).tables, self.recent.table):
@@ -120,7 +120,7 @@ class NodeParts:
         self.engine_socket = EngineSocket(config.timeouts.engine_settle_s, self.events)
         self.engines = Engines(self.engine_socket.send, tuple(layers), self.events)
         self.prefixes = self._prefixes()
-        """Keeps pages of the book as prefixes; None: none are kept."""
+        """Keeps pages of the book as prefixes; None when none are kept."""
         self.backups: Backups | None = None
         """Copies those pages to host memory; None without a host tier."""
         self.stored: StoredPrefixes | None = None
@@ -140,7 +140,7 @@ class NodeParts:
             self.stored = StoredPrefixes(self.prefixes, copies, self.book, tier, self.geometry)
 
     def _metrics(self) -> Metrics:
-        """Return metrics with every series that the configuration and the model lead to."""
+        """Return metrics with every series that the configuration and the model can cause."""
         config, identity, layout = self.config, self.identity, self.layout
         values: dict[str, Sequence[str]] = {
             "component": [component.kind.value for component in self.geometry.components],
@@ -157,8 +157,8 @@ class NodeParts:
     def _prefixes(self) -> PrefixCache | None:
         """Return the prefix cache, if one is wanted and this node gives out all pages that a prefix takes.
 
-        Engines that bring the memory have prefix caches of their own. Pages of `full` that hold anything but growing components
-        would be written again.
+        Engines that bring their memory have prefix caches of their own. A page of `full` that holds anything but growing components
+        would be written again, so it cannot be cached.
         """
         config, owned = self.config, self.layout.owned
         spaces = tuple(space for space in GROWING_SPACES if space in owned)
@@ -181,12 +181,12 @@ class NodeParts:
 
     @property
     def stage_boundaries(self) -> tuple[int, ...]:
-        """The first layers of the instance's pipeline stages but the first."""
+        """The first layer of each pipeline stage of the instance after the first stage."""
         sizes = self.config.parallelism
         return sizes.stage_boundaries or even_boundaries(self.geometry.layer_count, sizes.pp_size)
 
     def description(self) -> NodeDescription:
-        """How this node introduces itself to peers."""
+        """Return the description by which this node introduces itself to peers."""
         return NodeDescription(
             **self.identity._asdict(),
             model_identity=self.config.tier.model,
@@ -197,7 +197,7 @@ class NodeParts:
     def kept_header(self) -> KeptHeader:
         """Return the header of the journal of kept pools. Only a node that states its model keeps any."""
         model = self.config.tier.model
-        assert model is not None, "prefixes stay only where it is known of which model they are"
+        assert model is not None, "prefixes stay only where their model is known"
         return KeptHeader(
             incarnation=self.identity.incarnation,
             form={
@@ -210,7 +210,7 @@ class NodeParts:
         )
 
     def worker_setup(self, rank: Rank, epoch: int) -> WorkerSetup:
-        """Return what a rank worker serves, once the memory is there. `epoch`: of the endpoints that the worker gives out."""
+        """Return the setup of a rank worker, once the memory is there. `epoch`: the epoch of the endpoints that it gives out."""
         config = self.config
         return WorkerSetup(
             geometry=self.geometry,
@@ -230,7 +230,7 @@ class NodeParts:
         )
 
     def attached(self, call: int, ranks: tuple[Rank, ...]) -> Attached:
-        """Answer an attach. Raises NotReadyError while the memory to be attached to is being made."""
+        """Answer an attach. Raises NotReadyError while the memory is being made."""
         if self.memory.problem and self.layout.total_bytes:  # engines that adopt still share our host pool
             raise NotReadyError(f"nothing to attach to yet: {self.memory.problem}; try again shortly")
         made = {rank: self.workers.device(rank) for rank in ranks if rank in self.layout.orders}
@@ -258,11 +258,11 @@ class NodeParts:
 
     @property
     def reports(self) -> Reports:
-        """Handlers of reports that rank workers of either role send."""
+        """Handlers of the reports that rank workers of either role send."""
         return {} if self.backups is None else {PagesCopied: self.backups.copied}
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        """A rank worker is gone, and its rooms know: engines and prefixes let go of the device memory that it had made, if any.
+        """Have engines and prefixes release the device memory that a rank worker had made, if any. Its rooms know that it is gone.
 
         Copies in the host tier are kept. Pages that exist only in the host pool are dropped, because a prefix is useless unless all
         ranks hold it.

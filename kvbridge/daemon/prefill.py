@@ -129,7 +129,7 @@ class DecodeLinks(Links):
                 await server.flush(timeout_s)
                 server.close()
         finally:
-            self._nodes.close()  # so that the thread ends after the rank that it checks
+            self._nodes.close()  # the thread then ends after the rank that it checks
             await asyncio.to_thread(self._inspector.shutdown, cancel_futures=True)
 
     def status(self) -> PeerStatuses:
@@ -145,11 +145,11 @@ class DecodeLinks(Links):
     # ------------------------------------------------------------------ for DecodeNodes
 
     def key_of(self, peer: str) -> str:
-        """The public key that a connected peer proved to own; empty without keys. Raises NotFoundError."""
+        """Return the public key that a connected peer proved to own; empty without keys. Raises NotFoundError."""
         return self._server.link(peer).user if self._server is not None else ""
 
     def send(self, peer: str, message: PeerMessage) -> None:
-        """Queue a message; what cannot be delivered in time is reported as the loss of the node. Never raises."""
+        """Queue a message. A message that is not delivered in time is reported as the loss of the node. Never raises."""
         if self._server is None:
             return
         try:
@@ -158,7 +158,7 @@ class DecodeLinks(Links):
             self._unreachable(peer, message, error)
 
     def inspect(self, work: Callable[[], None], ended: Ended) -> None:
-        """Call `work` on the thread for checks and then `ended` on the loop, with what `work` has raised."""
+        """Call `work` on the thread for checks, and then `ended` on the loop with the exception of `work`, if any."""
 
         def done(future: asyncio.Future[None]) -> None:
             if not future.cancelled():  # as at the end of this node

@@ -26,7 +26,7 @@ from kvbridge.telemetry.registry import Metrics
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.25
-"""How often the log is told whether the router is ready."""
+"""Time between two checks of readiness for the log."""
 
 
 class RouterDaemon(Daemon):
@@ -60,7 +60,7 @@ class RouterDaemon(Daemon):
         return clients
 
     async def start(self) -> None:
-        """Open the endpoint. Servers that are away do not keep it shut: `/ready` gives the reason."""
+        """Open the endpoint, also while servers do not answer: `/ready` gives the reason."""
         if self._replicas:
             await self._watch.read_directory()
         else:
@@ -75,7 +75,7 @@ class RouterDaemon(Daemon):
         log.info("daemon_listens", http=self.url, order=self.config.order.value)
 
     async def drain(self) -> None:
-        """Take no request more, and let answers end."""
+        """Refuse new requests, and let answers end."""
         await self.router.drain(self.config.timeouts.shutdown_s * 0.7)
 
     async def close(self) -> None:
@@ -97,14 +97,14 @@ class RouterDaemon(Daemon):
     # ------------------------------------------------------------------ operators
 
     def readiness(self) -> Readiness:
-        """Return ready while there is a server of each role that is well."""
+        """Return ready while a server of each role is healthy."""
         reasons = self.router.obstacles()
         if reasons and self._watch.problem:
             reasons = (*reasons, f"the directory cannot be asked: {self._watch.problem}")
         return Readiness(ready=not reasons, reasons=reasons)
 
     def status(self) -> RouterStatus:
-        """Return everything an operator wants to see."""
+        """Return the status page's document."""
         return RouterStatus(
             version=__version__,
             at=moment(),
@@ -128,7 +128,7 @@ class RouterDaemon(Daemon):
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Set what is only known now, and return the page of metrics in pieces, and its content type."""
+        """Set the gauges, and return the metrics page in pieces, in an accepted form, and its content type."""
         states = Counter((one.role.value, "out" if one.problem else "well") for one in self.servers.all())
         self.metrics.replace(ROUTER_SERVERS, states)
         self.metrics.assign(READY, self.readiness().ready)

@@ -1,4 +1,4 @@
-"""Secrets of a running daemon that lie in files: read at the start, and again whenever a file has changed."""
+"""Secrets of a running daemon in files: read at the start, and again whenever a file has changed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ SecretT = TypeVar("SecretT")
 Stamp = tuple[tuple[int, ...], ...]
 
 LOOK_S = 1.0
-"""How often files are looked at."""
+"""Time between two checks of the files."""
 
 
 class FollowedSecret(Generic[SecretT]):
     """One secret and the files that it is read from."""
 
     def __init__(self, key: str, files: Iterable[Path | None], read: Callable[[], SecretT]) -> None:
-        """`key` is what logs call it. `read` raises ConfigError, here too, and must not change anything."""
+        """`key` names the secret in logs. `read` must not change anything; its ConfigError is raised here, too."""
         self._key = key
         self._files = tuple(file for file in files if file is not None)
         self._read = read
         self._stamp = self._look()
         self.current = read()
         self.on_change: Callable[[SecretT], None] = lambda _: None
-        """Called with a new one."""
+        """Called with each new secret."""
 
     def follow(self) -> None:
-        """Look at the files, and read them when they have changed."""
+        """Check the files, and read the secret again when they have changed. An unreadable secret changes nothing."""
         stamp = self._look()
         if stamp == self._stamp:
             return
@@ -42,7 +42,7 @@ class FollowedSecret(Generic[SecretT]):
         try:
             fresh = self._read()
         except BridgeError as error:
-            log.error("secret_unreadable", key=self._key, effect="the former one stays in force", reason=str(error))
+            log.error("secret_unreadable", key=self._key, effect="the former secret stays in force", reason=str(error))
             return
         if fresh != self.current:
             self.current = fresh
@@ -54,7 +54,7 @@ class FollowedSecret(Generic[SecretT]):
 
 
 class SecretFiles:
-    """All secrets of a daemon. Used in one running loop."""
+    """All followed secrets of a daemon. Used in one running loop."""
 
     def __init__(self) -> None:
         self._followed: list[FollowedSecret[Any]] = []
@@ -66,7 +66,7 @@ class SecretFiles:
         return secret
 
     async def run(self) -> None:
-        """Look at all of them until cancelled."""
+        """Follow all of them until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for secret in self._followed:
