@@ -109,7 +109,6 @@ class BootstrapDaemon(Daemon):
             status=self,
             settings=settings,
             page=lambda: {"status": self.status()},
-            begin_trace=self.begin_trace,
         )
 
     def close_parts(self, last_first: AsyncExitStack) -> None:

@@ -20,9 +20,7 @@ from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.app import AppSettings
-from kvbridge.http.connections import ConnectionLimits
-from kvbridge.http.server import Application, HttpServer, TlsFiles
-from kvbridge.processes import affordable
+from kvbridge.http.server import Application, HttpServer
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
 from kvbridge.telemetry.facts import EventStream
 from kvbridge.telemetry.logs import Seldom
@@ -102,22 +100,11 @@ class Daemon:
         """
         key = "http.token_file"
         tokens = self.secrets.add(key, (http.token_file,), lambda: read_grants(http, key=key))
-        settings = AppSettings(
-            grants=lambda: tokens.current,
-            open_metrics=http.open_metrics,
-            max_body_bytes=http.max_body_bytes,
-            max_wait_s=http.max_wait_s,
-        )
-        files = http.tls_certificate_file, http.tls_key_file
-        tls = TlsFiles(files[0], files[1]) if files[0] is not None and files[1] is not None else None
-        connections = affordable(http.max_connections, "http.max_connections")
-        limits = ConnectionLimits(request_s=http.max_request_s, connections=connections, seldom=self.seldom)
-        self._http = server = HttpServer(
-            build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, limits=limits, tls=tls
-        )
-        if tls is not None:
-            pair = self.secrets.add("http.tls_certificate_file", files, tls.read)
-            pair.on_change = lambda _: server.use_certificate(tls)
+        settings = AppSettings(http=http, grants=lambda: tokens.current, begin_trace=self.begin_trace)
+        self._http = server = HttpServer(build(settings), http, self.seldom, shutdown_s=shutdown_s)
+        if (tls := server.tls) is not None:
+            pair = self.secrets.add("http.tls_certificate_file", (tls.certificate, tls.key), tls.read)
+            pair.on_change = lambda _: server.use_certificate()
         self.background(server.wait_ended(), "http")
         self.background(self.secrets.run(), "secrets")
 

@@ -151,7 +151,6 @@ class NodeDaemon(Daemon):
             settings=settings,
             timeline_of=self.overview.timeline,
             page=self.overview.page,
-            begin_trace=self.begin_trace,
         )
 
     async def _create_memory(self, group: int | None) -> None:

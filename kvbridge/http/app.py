@@ -27,8 +27,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvbridge import __version__
 from kvbridge.api.problems import PROBLEM_TYPE, Problem, make_problem, problem_of
 from kvbridge.api.status import Readiness
+from kvbridge.config.endpoints import HttpConfig
 from kvbridge.core.errors import BridgeError, NotFoundError, UnauthorizedError
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
@@ -38,9 +39,11 @@ from kvbridge.telemetry.context import (
     REQUEST_ID_HEADER,
     TRACE,
     TRACEPARENT_HEADER,
+    BeginTrace,
     TraceContext,
     is_request_id,
     parse_traceparent,
+    pass_on,
 )
 from kvbridge.telemetry.registry import Metrics
 
@@ -87,11 +90,11 @@ Document = dict[str, Any]
 class AppSettings(FrozenModel):
     """The configuration that an application needs."""
 
+    http: HttpConfig = HttpConfig()
     grants: Callable[[], tuple[TokenGrant, ...]] = tuple
     """Returns the bearer tokens of the moment. Without any, no token is asked for and everybody may name any namespace."""
-    open_metrics: bool = False
-    max_body_bytes: Positive = 1 << 20
-    max_wait_s: float = 60.0
+    begin_trace: BeginTrace = pass_on
+    """Makes the first span of a request for a room."""
 
 
 class StatusPort(Protocol):
@@ -156,7 +159,7 @@ def assemble_app(  # noqa: PLR0913 - applications differ in each of these
         for route in router.routes:
             if isinstance(route, APIRoute):
                 status.metrics.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
-    open_paths = PAGE_PATHS | {"/health", "/ready"} | ({"/metrics"} if settings.open_metrics else set())
+    open_paths = PAGE_PATHS | {"/health", "/ready"} | ({"/metrics"} if settings.http.open_metrics else set())
 
     @app.get("/openapi.json", include_in_schema=False)
     async def get_description() -> dict[str, Any]:
@@ -229,7 +232,7 @@ class Entrance:
             error = UnauthorizedError("a valid token is needed: send 'Authorization: Bearer <http.token>'")
             return problem_response(problem_of(error, scope["path"]), {"WWW-Authenticate": "Bearer"})
         announced = headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced) > self._settings.max_body_bytes:
+        if announced.isdecimal() and int(announced) > self._settings.http.max_body_bytes:
             problem = make_problem("body_too_large", 413, self._too_large(), path=scope["path"])
             return problem_response(problem, {"Connection": "close"})
         scope.setdefault("state", {})["namespaces"] = namespaces
@@ -251,14 +254,14 @@ class Entrance:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._settings.max_body_bytes:
+            if received > self._settings.http.max_body_bytes:
                 raise HTTPException(413, self._too_large())
             return message
 
         return limited
 
     def _too_large(self) -> str:
-        return f"the body is longer than {self._settings.max_body_bytes} bytes (http.max_body_bytes)"
+        return f"the body is longer than {self._settings.http.max_body_bytes} bytes (http.max_body_bytes)"
 
 
 def _trace(headers: Headers) -> TraceContext | None:

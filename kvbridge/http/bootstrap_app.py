@@ -35,7 +35,7 @@ from kvbridge.http.requests import (
     read_body,
     while_connected,
 )
-from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
+from kvbridge.telemetry.context import TRACE
 
 NamePath = Annotated[str, Path(min_length=1, max_length=200)]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
@@ -49,20 +49,19 @@ def create_bootstrap_app(
     status: StatusPort,
     settings: AppSettings,
     page: Callable[[], Document],
-    begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of bootstrap; it holds no state of its own."""
-    routers = [_pairs_router(pairing, begin_trace), _directory_router(directory)]
+    routers = [_pairs_router(pairing, settings), _directory_router(directory)]
     bodies = (PairRequest, NodeRegistration, NodeHeartbeat)
     title = "kvbridge bootstrap"
     return assemble_app(title, routers, bodies, status=status, kind=BootstrapStatus, settings=settings, page=page)
 
 
-def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter:
+def _pairs_router(pairing: PairingService, settings: AppSettings) -> APIRouter:
     router = APIRouter(prefix=REQUESTS, tags=["requests"])
 
     async def pair(request: PairRequest, may_name: Namespaces) -> Ticket:
-        TRACE.set(begin_trace(TRACE.get()))
+        TRACE.set(settings.begin_trace(TRACE.get()))
         return await pairing.pair(request, may_name)
 
     async def pair_request(request: Request) -> Response:

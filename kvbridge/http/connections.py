@@ -11,7 +11,6 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import h11
@@ -34,18 +33,6 @@ _FIRST_PRINTABLE = 0x21
 """No request begins with a smaller byte. TLS on a port without TLS does: it waits among the POSTs, to be refused."""
 HEAD_BYTES = 16_384
 """h11 refuses a request whose head is longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    """Limits for every caller, with or without a token: `http.max_request_s` and `http.max_connections`."""
-
-    request_s: float
-    """From the connection, or the first byte after an answer, to the last byte of a request. The TLS handshake before it may take
-    as long. A caller must also take some of its answer within this time."""
-    connections: int
-    seldom: Seldom
-    """Keeps the log lines about callers few."""
 
 
 def refusal(why: str) -> bytes:
@@ -137,12 +124,19 @@ class BoundedProtocol(H11Protocol):
         self,
         config: uvicorn.Config,
         state: ServerState,
-        limits: ConnectionLimits,
         turns: Turns,
         when_ended: Callable[[], None],
+        *,
+        request_s: float,
+        seldom: Seldom,
     ) -> None:
+        """`request_s` (`http.max_request_s`) begins with the connection, or with the first byte after an answer.
+
+        The last byte of a request must arrive within it. A TLS handshake may take as long before that. A caller must also take some
+        of its answer within this time.
+        """
         super().__init__(config, state, {})
-        self._limits, self._turns, self._when_ended = limits, turns, when_ended
+        self._turns, self._when_ended, self._seldom = turns, when_ended, seldom
         self._ended = False
         self._unread = b""
         """Bytes that have arrived and that h11 has not got yet."""
@@ -150,8 +144,8 @@ class BoundedProtocol(H11Protocol):
         """Whether this connection waits for its turn."""
         self._late = False
         """Whether the time for the request ran out while it waited for its turn."""
-        self._request_timer = _Timer(limits.request_s, self._too_slow)
-        self._answer_timer = _Timer(limits.request_s, self._not_taken)
+        self._request_timer = _Timer(request_s, self._too_slow)
+        self._answer_timer = _Timer(request_s, self._not_taken)
         """Runs while the caller has to take some of its answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -185,7 +179,7 @@ class BoundedProtocol(H11Protocol):
         self._waits = True
         if not self._turns.wait(self.take_turn, line):
             self._waits, self._unread = False, b""
-            if self._limits.seldom.admits("request_refused_unread"):
+            if self._seldom.admits("request_refused_unread"):
                 log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S[line])
             self.transport.write(TOO_MANY_WAIT[line])
             self.transport.close()

@@ -19,7 +19,7 @@ from kvbridge.http.app import AppSettings, Document, StatusPort, assemble_app
 from kvbridge.http.requests import CREATED, LEFT, REQUESTS, RoomPath, create, plain_post, while_connected
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.rooms import Rooms
-from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
+from kvbridge.telemetry.context import TRACE
 
 GenerationQuery = Annotated[int | None, Query(ge=1, description="Of this attempt, not of the newest.")]
 ReasonQuery = Annotated[str, Field(max_length=1_000, description="Told to everybody who asks why the room ended.")]
@@ -45,7 +45,7 @@ class Dropping(FrozenModel, defer_build=False):
     store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"
 
 
-def create_daemon_app(  # noqa: PLR0913 - each is a part of the node
+def create_daemon_app(
     *,
     admission: AdmissionController,
     rooms: Rooms[Any],
@@ -53,10 +53,9 @@ def create_daemon_app(  # noqa: PLR0913 - each is a part of the node
     settings: AppSettings,
     timeline_of: Callable[[int, int | None], RoomTimeline],
     page: Callable[[], Document],
-    begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own. `timeline_of` gets a room and a generation."""
-    routers = [_rooms_router(admission, rooms, settings, timeline_of, begin_trace), _prefixes_router(rooms)]
+    routers = [_rooms_router(admission, rooms, settings, timeline_of), _prefixes_router(rooms)]
     title, bodies = f"kvbridge {rooms.role} daemon", (AdmissionRequest,)
     return assemble_app(title, routers, bodies, status=status, kind=NodeStatus, settings=settings, page=page)
 
@@ -66,12 +65,11 @@ def _rooms_router(
     rooms: Rooms[Any],
     settings: AppSettings,
     timeline_of: Callable[[int, int | None], RoomTimeline],
-    begin_trace: BeginTrace,
 ) -> APIRouter:
     router = APIRouter(prefix=REQUESTS, tags=["requests"])
 
     async def admit(request: AdmissionRequest, may_name: Namespaces) -> RoomReport:
-        TRACE.set(begin_trace(TRACE.get()))
+        TRACE.set(settings.begin_trace(TRACE.get()))
         return await admission.admit(request, may_name)
 
     async def admit_room(request: Request) -> Response:
@@ -92,10 +90,8 @@ def _rooms_router(
     @router.get("/{room}")
     async def get_room(room: RoomPath, waiting: Annotated[Waiting, Query()], connection: Request) -> RoomReport:
         """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
-        if waiting.wait > settings.max_wait_s:
-            raise InvalidInputError(
-                f"wait is {waiting.wait:g} s, at most {settings.max_wait_s:g} s are served (http.max_wait_s)"
-            )
+        if waiting.wait > (most_s := settings.http.max_wait_s):
+            raise InvalidInputError(f"wait is {waiting.wait:g} s, at most {most_s:g} s are served (http.max_wait_s)")
         if waiting.wait == 0:
             return rooms.book.report(room)
         return await while_connected(connection, rooms.book.wait(room, waiting.wait, waiting.until))

@@ -20,8 +20,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
+from kvbridge.config.endpoints import HttpConfig
 from kvbridge.core.errors import ConfigError, UnavailableError
-from kvbridge.http.connections import BoundedProtocol, ConnectionLimits, Turns, refusal
+from kvbridge.http.connections import BoundedProtocol, Turns, refusal
+from kvbridge.processes import affordable
+from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)
 
@@ -62,26 +65,20 @@ class TlsFiles:
 class HttpServer:
     """A server that listens and serves in a task of the running loop, until `stop`."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        host: str,
-        port: int,
-        shutdown_s: float,
-        limits: ConnectionLimits,
-        tls: TlsFiles | None = None,
-    ) -> None:
-        """Port 0 takes a free one; `shutdown_s` bounds `stop`. Raises ConfigError for an address or a TLS file that is wrong."""
-        self._tls = tls.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) if tls else None
+    def __init__(self, app: ASGIApp, http: HttpConfig, seldom: Seldom, *, shutdown_s: float) -> None:
+        """`shutdown_s` bounds `stop`, `seldom` keeps the log lines about callers few. Raises ConfigError."""
+        certificate, key = http.tls_certificate_file, http.tls_key_file
+        self.tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
+        self._context = self.tls.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) if self.tls else None
         self._config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off", ws="none")
         self._config.load()
-        self._listener = _listen(host, port)
-        self._limits, self._shutdown_s = limits, shutdown_s
+        self._listener = _listen(http.host, http.port)
+        self._seldom, self._shutdown_s, self._request_s = seldom, shutdown_s, http.max_request_s
+        self._most = affordable(http.max_connections, "http.max_connections")
         self._loop = asyncio.get_running_loop()
         self._turns = Turns(self._loop.call_soon)
         self._refusal = refusal(
-            f"{limits.connections} connections stand here, as many as may (http.max_connections); keep connections and use them "
+            f"{self._most} connections stand here, as many as may (http.max_connections); keep connections and use them "
             "again, or come back later"
         )
         self.state = ServerState()
@@ -92,16 +89,16 @@ class HttpServer:
         self._accepting = self._loop.create_task(self._accept(), name="http-server")
         bound, real_port = self._listener.getsockname()[:2]
         shown = f"[{bound}]" if ":" in bound else bound
-        self.url = f"{'https' if tls else 'http'}://{shown}:{real_port}"
+        self.url = f"{'https' if self.tls else 'http'}://{shown}:{real_port}"
         """The bound address, with the real port: `http://127.0.0.1:40123`."""
 
     def __repr__(self) -> str:
         return f"HttpServer({self.url}, {'ended' if self._accepting.done() else 'serving'})"
 
-    def use_certificate(self, tls: TlsFiles) -> None:
+    def use_certificate(self) -> None:
         """Show the present certificate of the files to new connections."""
-        if self._tls is not None:
-            tls.load(self._tls)
+        if self.tls is not None and self._context is not None:
+            self.tls.load(self._context)
 
     async def wait_ended(self) -> None:
         """Return when the server has ended by `stop`, or raise the failure that ended it."""
@@ -154,7 +151,7 @@ class HttpServer:
                     log.error("accept_failed", reason=str(error), open=self._open, again_in_s=ACCEPT_PAUSE_S)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
-                if self._open < self._limits.connections:
+                if self._open < self._most:
                     self._open += 1
                     task = self._loop.create_task(self._connect(connection))
                     self._handshakes.add(task)
@@ -164,25 +161,31 @@ class HttpServer:
             await asyncio.sleep(0)
 
     def _refuse(self, connection: socket.socket) -> None:
-        if self._limits.seldom.admits("connection_refused"):
+        if self._seldom.admits("connection_refused"):
             log.warning("connection_refused", open=self._open, limit="http.max_connections")
         with connection, contextlib.suppress(OSError):  # the caller has left, or has not sent anything yet
-            if self._tls is None:  # a handshake would cost more than the refused request
+            if self.tls is None:  # a handshake would cost more than the refused request
                 connection.send(self._refusal)
                 connection.recv(REQUEST_READ_BYTES)
 
     async def _connect(self, connection: socket.socket) -> None:
-        limit_s = self._limits.request_s if self._tls else None
+        limit_s = self._request_s if self.tls else None
         try:
             await self._loop.connect_accepted_socket(
-                self._protocol, connection, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+                self._protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=limit_s,
+                ssl_shutdown_timeout=limit_s,
             )
         except OSError as error:  # also a handshake that is wrong, or late
             self._count_end()
             log.debug("connection_closed", reason=f"no connection was made: {error}", limit="http.max_request_s")
 
     def _protocol(self) -> BoundedProtocol:
-        return BoundedProtocol(self._config, self.state, self._limits, self._turns, self._count_end)
+        return BoundedProtocol(
+            self._config, self.state, self._turns, self._count_end, request_s=self._request_s, seldom=self._seldom
+        )
 
     def _count_end(self) -> None:
         self._open -= 1

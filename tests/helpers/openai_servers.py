@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from kvbridge.http.connections import ConnectionLimits
+from kvbridge.config.endpoints import HttpConfig
 from kvbridge.http.server import HttpServer
 from kvbridge.telemetry.logs import Seldom
 
@@ -77,7 +77,7 @@ class OpenAiServer:
         self._drawn = 0
 
     async def start(self, port: int = 0) -> None:
-        self._server = HttpServer(self, host="127.0.0.1", port=port, shutdown_s=5.0, limits=limits())
+        self._server = HttpServer(self, HttpConfig(port=port), few_lines(), shutdown_s=5.0)
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -213,6 +213,6 @@ async def _closed(receive: Receive) -> None:
         pass
 
 
-def limits(*, request_s: float = 10.0, connections: int = 2_048) -> ConnectionLimits:
-    """Return limits that few tests meet, or these."""
-    return ConnectionLimits(request_s=request_s, connections=connections, seldom=Seldom(lambda _event: None))
+def few_lines() -> Seldom:
+    """A filter of log lines that counts nothing."""
+    return Seldom(lambda _event: None)

@@ -10,9 +10,10 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.config.endpoints import HttpConfig
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.http.server import HttpServer
-from tests.helpers.openai_servers import limits
+from tests.helpers.openai_servers import few_lines
 from tests.unit.http.services import FakeRooms, daemon_app
 
 pytestmark = pytest.mark.asyncio
@@ -58,7 +59,7 @@ def rooms() -> SlowRooms:
 
 @pytest_asyncio.fixture
 async def server(rooms: SlowRooms) -> AsyncIterator[HttpServer]:
-    started = HttpServer(daemon_app(rooms), host="127.0.0.1", port=0, shutdown_s=5.0, limits=limits())
+    started = HttpServer(daemon_app(rooms), HttpConfig(port=0), few_lines(), shutdown_s=5.0)
     yield started
     await started.stop()
 

@@ -19,16 +19,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvbridge.api.client import DaemonClient
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.config.endpoints import HttpConfig
 from kvbridge.core.errors import PeerError
 from kvbridge.http import server as http_server
-from kvbridge.http.server import HttpServer, TlsFiles
-from tests.helpers.openai_servers import limits
+from kvbridge.http.server import HttpServer
+from tests.helpers.openai_servers import few_lines
 from tests.unit.http.services import FakeRooms, daemon_app
 
 pytestmark = pytest.mark.asyncio
 
 DATA = Path(__file__).parents[2] / "data"
-TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem")
+TLS = {"tls_certificate_file": DATA / "tls-certificate.pem", "tls_key_file": DATA / "tls-key.pem"}
 
 
 @asynccontextmanager
@@ -37,7 +38,7 @@ async def serving(
 ) -> AsyncIterator[HttpServer]:
     """A server on a free port, stopped in the end."""
     app = app or daemon_app(rooms or FakeRooms(), tokens=("t",))
-    server = HttpServer(app, host="127.0.0.1", port=0, shutdown_s=shutdown_s, **{"limits": limits(), **more})
+    server = HttpServer(app, HttpConfig(port=0, **more), few_lines(), shutdown_s=shutdown_s)
     yield server
     await server.stop()
 
@@ -87,7 +88,7 @@ async def test_a_proxy_from_the_environment_is_not_used(monkeypatch):
 
 # ------------------------------------------------------------------------------------------- slow and many callers
 
-SHORT_LIMITS = limits(request_s=0.5, connections=3)
+SHORT = {"max_request_s": 0.5, "max_connections": 3}
 HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\n"
 
 
@@ -98,7 +99,7 @@ async def connected(
 
 
 async def healthy_over_tls(server: HttpServer) -> bool:
-    reader, writer = await connected(server, ssl.create_default_context(cafile=TLS.certificate))
+    reader, writer = await connected(server, ssl.create_default_context(cafile=TLS["tls_certificate_file"]))
     writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()
@@ -127,7 +128,7 @@ WHOLE = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 )
 async def test_a_caller_that_does_not_finish_its_request_is_cut_off(before: bytes, begun: bytes):
     """Half a request behind a whole one in one segment holds its connection no longer than half a request alone."""
-    async with serving(limits=SHORT_LIMITS) as server:
+    async with serving(**SHORT) as server:
         reader, writer = await connected(server)
         writer.write(before + begun)
         async with asyncio.timeout(20):
@@ -156,7 +157,7 @@ async def test_a_caller_that_takes_nothing_of_its_answer_is_cut_off(size_bytes: 
     def protocol() -> Any:
         return next(iter(server.state.connections))
 
-    async with serving(app=long_answers, limits=SHORT_LIMITS) as server:
+    async with serving(app=long_answers, **SHORT) as server:
         with socket.create_connection(("127.0.0.1", port_of(server))) as caller:
             caller.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await asyncio.wait_for(filled.wait(), 20)
@@ -166,7 +167,7 @@ async def test_a_caller_that_takes_nothing_of_its_answer_is_cut_off(size_bytes: 
 
 
 async def test_a_caller_that_drips_is_cut_off_too():
-    async with serving(limits=SHORT_LIMITS) as server:
+    async with serving(**SHORT) as server:
         reader, writer = await connected(server)
         ended = asyncio.create_task(reader.read())
         async with asyncio.timeout(20):
@@ -181,7 +182,7 @@ async def test_a_caller_that_drips_is_cut_off_too():
 
 
 async def test_too_many_callers_are_turned_away_and_the_others_served():
-    async with serving(limits=limits(request_s=30.0, connections=2)) as server:
+    async with serving(max_request_s=30.0, max_connections=2) as server:
         held = [await connected(server) for _ in range(2)]
         async with asyncio.timeout(20):
             reader, writer = await connected(server)
@@ -204,8 +205,7 @@ async def test_too_many_callers_are_turned_away_and_the_others_served():
 @pytest.mark.parametrize("encrypted", [True, False], ids=["https", "http"])
 async def test_silent_callers_take_no_more_descriptors_than_the_limit(encrypted: bool):
     """They are counted when they are accepted: one that never begins its TLS handshake is a connection all the same."""
-    bounds = limits(request_s=30.0, connections=10)
-    async with serving(limits=bounds, tls=TLS if encrypted else None) as server:
+    async with serving(max_request_s=30.0, max_connections=10, **(TLS if encrypted else {})) as server:
         gc.collect()  # what earlier tests have left is not closed meanwhile
         before = open_descriptors()
         callers = [await connected(server) for _ in range(300)]
@@ -224,7 +224,7 @@ async def test_silent_callers_take_no_more_descriptors_than_the_limit(encrypted:
 
 
 async def test_a_tls_handshake_has_a_deadline_and_its_connection_is_free_again():
-    async with serving(limits=limits(request_s=2.0, connections=1), tls=TLS) as server:
+    async with serving(max_request_s=2.0, max_connections=1, **TLS) as server:
         reader, writer = await connected(server)
         writer.write(b"\x16\x03\x01")  # the first bytes of a handshake that does not go on
         async with asyncio.timeout(20):

@@ -28,6 +28,7 @@ from kvbridge.api.status import (
     RegistrationState,
     StoreStatus,
 )
+from kvbridge.config.endpoints import HttpConfig
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
@@ -178,7 +179,7 @@ class FakeStatus:
 def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:
     """`tokens`: lines of a token file."""
     grants = tuple(TokenGrant.parse(token, key="http.token_file") for token in tokens)
-    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, "grants": lambda: grants, **changes})
+    return AppSettings(http=HttpConfig(**{"max_body_bytes": 4096, "max_wait_s": 5.0, **changes}), grants=lambda: grants)
 
 
 def daemon_app(

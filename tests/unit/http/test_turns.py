@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from kvbridge.http.connections import LONGEST_WAIT_S, MOST_WAITING, BoundedProtocol, Line, Turns
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.openai_servers import limits
+from tests.helpers.openai_servers import few_lines
 
 POST = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -108,7 +108,7 @@ async def connection(loop: Loop, *, request_s: float = 3600.0) -> tuple[BoundedP
     config = uvicorn.Config(never_answers, log_config=None)
     turns = Turns(loop.call_soon)
     turns.wait(bool, Line.CREATES)
-    protocol = BoundedProtocol(config, ServerState(), limits(request_s=request_s), turns, bool)
+    protocol = BoundedProtocol(config, ServerState(), turns, bool, request_s=request_s, seldom=few_lines())
     transport = Connection()
     protocol.connection_made(transport)
     return protocol, transport
