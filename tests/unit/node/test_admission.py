@@ -1,4 +1,4 @@
-"""Admission: over a real page book, who waits, who is refused and with which hint, and what it looks like from outside."""
+"""Admission over a real page book: waits, refusals with their hints, caps, and how all that is shown."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def turn() -> None:
 
 
 async def refused(code: str, call: Awaitable[object]) -> str:
-    """What a request is told that is refused."""
+    """Return the text of a refusal."""
     with pytest.raises(BridgeError) as caught:
         await asyncio.wait_for(call, 20)
     assert caught.value.code == code

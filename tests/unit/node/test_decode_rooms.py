@@ -1,4 +1,4 @@
-"""Rooms of a decode node: when what has arrived is handed over, to whom, and when pages are free."""
+"""Rooms of a decode node: when a room that has arrived is handed over, to whom, and when its pages are free."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ STAGES = {"tp_size": 1, "ranks": (Rank(pp=1, tp=0),), "stage_boundaries": (1,)}
     ],
 )
 def test_nodes_that_cannot_be_one_instance_fail_the_room_before_anything_is_offered(first, second, complaint):
-    """Of stages that are drawn differently both nodes would send one layer, or neither would."""
+    """When stages are drawn differently, both nodes would send one layer, or neither would."""
     bench = DecodeBench()
     bench.nodes.know(**({"tp_size": 2} | first))
     if second is not None:

@@ -1,4 +1,4 @@
-"""The calls of engines: what each is answered, and what becomes of rooms when an engine or its memory is gone."""
+"""The calls of engines and their answers, and the end of rooms whose engine or memory is gone."""
 
 from __future__ import annotations
 

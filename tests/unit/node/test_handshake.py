@@ -1,4 +1,4 @@
-"""How a prefill node meets decode nodes: who is let in, in which order things are dealt with, and who is gone."""
+"""How a prefill node meets decode nodes: which ones are let in, in which order messages are handled, and when a node is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a peer or a rank worker says of a room, in whatever state: it means what the literal lists, or it changes nothing."""
+"""Every message of a peer or a rank worker, in every state of a room: it does what the literal lists, or it changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users are told of a room that waits, and limits: one that runs out gives all back, and clients' accounts are even."""
+"""Reports about rooms that wait, and limits: a room whose limit runs out gives all back, and clients' accounts are even."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a decode node meets prefill nodes: whom it believes what, and when it asks again."""
+"""How a decode node meets prefill nodes: which claims of a node it believes, and when it asks again."""
 
 from __future__ import annotations
 

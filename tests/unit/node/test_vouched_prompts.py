@@ -18,7 +18,7 @@ from tests.helpers.simulated_memory import keys_of
 TOKENS = 3 * PAGE
 ATTACK, VICTIM = Owner(1, 1), Owner(2, 1)
 COMPUTED, WANTED = keys_of(ATTACK, TOKENS), keys_of(VICTIM, TOKENS)
-"""Of the prompt that prefill's engine gets, and of the one whose pages are to be forged; the first page is the same."""
+"""Keys of the prompt that prefill's engine gets, and of the one whose pages are to be forged; the first page is the same."""
 
 
 @pytest.fixture
