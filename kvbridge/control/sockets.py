@@ -304,9 +304,8 @@ class ConnectionLimit:
 
     ZeroMQ accepts every connection in a thread of its own. No option bounds this, and to unbind the address would end every
     connection that was accepted there. Each connection beyond the limit is shut down instead, and ZeroMQ closes it. ZeroMQ may have
-    closed the descriptor meanwhile, and then it may be anybody's: we copy it, check that the copy is a connection of this
-    address, and shut the copy down. The copy takes the place of a descriptor held in reserve, so this works in a process without a
-    free one.
+    closed the descriptor meanwhile, and then it may be anybody's: we copy it, check that the copy is a connection of this address,
+    and shut the copy down. The copy takes the place of a descriptor held in reserve, so this works in a process without a free one.
     """
 
     def __init__(self, most: int, on_refused: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ class Fact:
     line: ClassVar[str] = ""
     """Level, event and keys of the line, as `key=field` where the field has another name; empty: the log has no line."""
     seldom: ClassVar[str | None] = None
-    """The field for each of whose words the number of lines is limited, "" for one common limit; None: all lines are written."""
+    """The number of lines is limited for each word of this field, or in all (""); None: all lines are written."""
     problem: ClassVar[str] = ""
     """The name of the problem in `/status`; empty: the fact is no problem."""
 
@@ -57,7 +57,7 @@ class MessagesResent(Fact):
 
 
 class RoomFact(Fact):
-    """A fact about one attempt at one room. `peer` is the other node's incarnation, empty while there is none."""
+    """A fact about one attempt at one room. `peer` is the other node's incarnation; empty: none yet."""
 
     room: int
     generation: int
@@ -65,13 +65,12 @@ class RoomFact(Fact):
 
 
 class RoomEntered(RoomFact):
-    """A room came into another state, as users see it. `code` and `reason` tell the first cause of its end; empty: none."""
+    """A room came into another state, as users see it. `code`, `reason` and `limit` tell the first cause of its end; empty: none."""
 
     state: RoomState
     code: str = ""
     reason: str = ""
     limit: str = ""
-    """The limit that ended the room; empty when none did."""
     age_s: float = 0.0
     prompt_tokens: int = 0
     prefix_tokens: int = 0
@@ -82,7 +81,6 @@ class RoomEntered(RoomFact):
     ids: Mapping[str, str] = field(default_factory=dict)
     """The request id and the trace id of the room's admission, if known."""
     trace: TraceContext | None = None
-    """The room's own span; None for a room without a trace."""
 
 
 class RoomOffered(RoomFact):
@@ -132,9 +130,9 @@ class OrderEnded(RoomFact):
     order: int
     transport: str
     amounts: Amounts = field(default_factory=dict)
-    """Rows and bytes that have arrived, as far as the worker could say."""
+    """Rows and bytes that have arrived, as far as the worker knows."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """The order's phases, as the worker has measured them."""
+    """Duration of each phase of the order."""
     code: str = ""
     """Why the order failed; empty when it succeeded."""
 
@@ -153,7 +151,7 @@ class RankReceived(RoomFact):
     amounts: Amounts
     transport: str
     under_way_ago_s: tuple[tuple[float, float], ...] = ()
-    """The intervals in which the rank was sending, as (seconds ago, seconds ago)."""
+    """Intervals of sending, as (seconds ago, seconds ago)."""
 
 
 class RoomRerouted(RoomFact):
@@ -166,20 +164,18 @@ class RoomRerouted(RoomFact):
 
 
 class SparseDecoded(RoomFact):
-    """Rows of an engine's hot buffer for a room, by the names of `SparseRows`."""
+    """Rows of an engine's hot buffer for a room, by the fields of `SparseRows`."""
 
     rows: Mapping[str, int]
 
 
 class PrefixMatched(RoomFact):
-    """How much of the prompt of a room with page keys was cached when the room was admitted."""
+    """Cached tokens of a room with page keys at its admission; `host_tokens` of the hits were in host memory alone."""
 
     hit_tokens: int
     miss_tokens: int
     from_checkpoint: bool = False
-    """Whether prefill continues from windows and states that were kept."""
     host_tokens: int = 0
-    """The hit tokens that were in host memory alone."""
 
 
 class PromptNotKept(RoomFact, line="warning prefix_not_kept reason", seldom=""):
@@ -212,18 +208,16 @@ class PagesDiffer(RoomFact):
 
 
 class CopyEnded(Fact):
-    """An order to copy cached pages has ended; `direction` is `backup` or `load_back`."""
+    """An order to copy cached pages of prompts and answers has ended; `direction` is `backup` or `load_back`."""
 
     direction: str
     pages: int
-    """Pages of prompts and answers; one is a page of each space that grows with the tokens."""
     bytes: int
     """Bytes copied over all ranks of this node, also when the order has failed."""
     busy_s: float
     """How long the slowest rank was copying."""
     seconds: float
     code: str = ""
-    """Why the order failed; empty when it succeeded."""
     reason: str = ""
 
 
@@ -388,7 +382,7 @@ class WorkerLost(Fact, problem="worker lost"):
 
     rank: Rank
     cause: str
-    """One of few words for a process that is started again; empty for the worker of an engine."""
+    """A word for a process that is started again; empty for the worker of an engine."""
     reason: str
 
 

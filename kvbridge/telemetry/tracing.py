@@ -1,4 +1,4 @@
-"""Sends spans to a collector: OpenTelemetry, OTLP over HTTP. The extra `traces` installs what is imported here.
+"""Sends spans to a collector: OpenTelemetry, OTLP over HTTP. The extra `traces` installs the libraries.
 
 Spans wait in a bounded queue, and a thread of its own sends them: a slow or absent collector costs spans, and delays only `close`.
 No provider of spans is registered, so FastAPI, which asks OpenTelemetry for one, gets none.
@@ -94,7 +94,7 @@ class SpanExport:
         metrics: Metrics,
         clock: Clock = monotonic,
     ) -> None:
-        """`endpoint` is the URL that spans are sent to. `names`: role, instance, node, incarnation; unknown ones are omitted."""
+        """Send spans to the URL `endpoint`. `names`: role, instance, node, incarnation; unknown ones are omitted."""
         self._endpoint = endpoint
         self._metrics = metrics
         self._clock = clock

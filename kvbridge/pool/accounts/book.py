@@ -365,7 +365,7 @@ class PageBook:
         holding.state = to_state
 
     def _take(self, owner: Owner, demand: Counts, having: Pages, scattered: Counts) -> Pages:
-        """Take from every space or, when one lacks pages, from none."""
+        """Take pages from every space, or from none when one space has too few."""
         accounts = {space: self._space(space, RunAllocator) for space in demand}
         for space, count in demand.items():
             if count < 0:
@@ -383,7 +383,7 @@ class PageBook:
         return self._cache.evictable() if self._cache is not None else {}
 
     def _make_free(self, owner: Owner, demand: Counts) -> None:
-        """Evict what `demand` needs beyond the free pages, or raise CapacityError and evict nothing."""
+        """Evict the pages that `demand` needs beyond the free ones, or raise CapacityError and evict none."""
         free = {space: account.free for space, account in self._spaces.items()}
         short = {space: count - free[space] for space, count in demand.items() if count > free[space]}
         if not short:

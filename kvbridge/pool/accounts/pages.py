@@ -17,7 +17,7 @@ NO_ROOM = -1
 
 
 class PageState(StrEnum):
-    """The state of a page says what may happen to it."""
+    """The state of a page."""
 
     FREE = "free"
     HELD = "held"
@@ -47,7 +47,7 @@ whatever the page's state was before.
 
 
 class Owner(NamedTuple):
-    """One attempt at one request: a room with its generation. With `NO_ROOM`, a copy between tiers, counted by generation."""
+    """One attempt at one request: a room with its generation. With `NO_ROOM`, the copy between tiers of that number."""
 
     room: int
     generation: int
@@ -98,7 +98,7 @@ class AdoptedSpace:
 
     @property
     def free(self) -> int:
-        """Pages that nobody has given to the bridge; only the engine knows whether it could give them."""
+        """Pages that the engine has not given to kvbridge; only the engine knows whether it could."""
         return self.page_count - self._written - self.cached
 
     def check(self, ids: npt.ArrayLike) -> PageIdArray:

@@ -16,7 +16,7 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.core.wire.shared_memory import Origin
 
 Progress = Callable[[int, int], None]
-"""Called with (done bytes, total bytes) by the thread that called the long operation, at last with both equal."""
+"""Called with (done bytes, total bytes) in the thread of the long operation, at the end with both equal."""
 
 EXTENT_ALIGNMENT_BYTES = 4096
 """Blocks of a placement begin at multiples of this, so that no two share a memory page."""
@@ -37,7 +37,7 @@ def align_up(length_bytes: int, alignment_bytes: int) -> int:
 
 
 class Extent(FrozenModel):
-    """Contiguous memory of this process that is registered as one. Lives as long as the pool that it came from.
+    """Contiguous memory of this process that is registered as one. It lives as long as its pool.
 
     No extent of a pool overlaps another, and every page of every region lies in exactly one.
     """
@@ -61,8 +61,8 @@ class Extent(FrozenModel):
 def pages_per_extent(page_count: int, stride_bytes: int, limit_bytes: int) -> int:
     """Return the number of pages of `stride_bytes` that one extent of at most `limit_bytes` holds.
 
-    Where the limit allows, so many that the next extent begins at a multiple of 4 KiB too: drivers pin whole memory
-    pages, and some refuse one that is pinned already. Raises InvalidInputError when not even one page fits.
+    Where the limit allows, the next extent begins at a multiple of 4 KiB too: drivers pin whole memory pages, and some refuse to
+    pin one again. Raises InvalidInputError when not even one page fits.
     """
     most = limit_bytes // stride_bytes
     if most < 1:

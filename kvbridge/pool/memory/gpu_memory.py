@@ -62,7 +62,7 @@ class HeldThings(Generic[KeyT, ValueT]):
             raise
 
     def let_go(self, key: KeyT, close_it: Callable[[ValueT], None]) -> None:
-        """Hold it no longer; the last one closes it. Only for holders."""
+        """Stop holding the thing; the last holder closes it. Only holders call this."""
         entry = self._entries[key]
         with entry.lock:
             with self._lock:
@@ -158,7 +158,7 @@ _here = ProcessAllocations()
 def export(device: int, address: int) -> Extent:
     """Return the allocation in which `address` lies, with an origin by which other processes open it.
 
-    Whoever frees the allocation calls `forget_export` before. Raises RegistrationError for memory without a handle.
+    The owner calls `forget_export` before it frees the allocation. Raises RegistrationError for memory without a handle.
     """
     base, length_bytes = allocation_of(device, address)
     try:
@@ -207,10 +207,10 @@ class OpenedAllocation(Closing):
             address = opened.hold((handle, chosen), lambda: runtime.open_memory(chosen, handle))
             self._stack.callback(opened.let_go, (handle, chosen), lambda found: runtime.close_memory(chosen, found))
         self.extent = _allocation_extent(address, chosen, origin)
-        """All of it, at its address here."""
+        """The allocation at its address here."""
 
     def close(self) -> None:
-        """Give it up; nothing on any device uses it through this holder any more. Harmless when closed."""
+        """Close the allocation; no device uses it through this holder any more. Harmless when closed."""
         self._stack.close()
 
 
@@ -271,7 +271,7 @@ class HostRegistration(Closing):
         self._stack.callback(_ranges.let_go, key, _unregister_pieces)
 
     def close(self) -> None:
-        """Give it up. Harmless when closed."""
+        """End the registration. Harmless when closed."""
         self._stack.close()
 
 

@@ -35,14 +35,14 @@ DEFAULT_EXTENT_BYTES = 1 << 30
 
 
 class PlacedMapping(FrozenModel):
-    """One stretch of memory to create: a shared file or a device allocation."""
+    """A stretch of memory to create: a shared file or a device allocation."""
 
     name: str = Field(min_length=1, max_length=200, pattern=r"^[\w.-]+$")
     length_bytes: Positive
 
 
 class Placement(FrozenModel):
-    """A whole pool: its mappings and its regions. All of it is one kind of memory."""
+    """The mappings and regions of a pool, all of one kind of memory."""
 
     mappings: tuple[PlacedMapping, ...] = Field(min_length=1)
     regions: tuple[Region, ...] = Field(min_length=1)
@@ -145,8 +145,8 @@ class RankPart(FrozenModel):
 def stage_layers(layer_count: int, pp_size: int, pp: int, boundaries: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Return the global layer ids of pipeline stage `pp`, ascending.
 
-    `boundaries` are the first layers of the stages 1 to pp_size - 1. Without any, stages are equally long and the
-    first ones hold one layer more where the division leaves a rest; engines differ there, so name them when it does.
+    `boundaries` are the first layers of the stages 1 to pp_size - 1. Without boundaries stages are equally long, and the first ones
+    have one layer more where the division leaves a rest; engines differ there, so name the boundaries in that case.
     """
     if pp_size < 1 or not 0 <= pp < pp_size or pp_size > layer_count:
         raise InvalidInputError(f"stage {pp} of {pp_size} does not exist in a model of {layer_count} layers")
@@ -161,7 +161,7 @@ def stage_layers(layer_count: int, pp_size: int, pp: int, boundaries: tuple[int,
 
 
 def even_boundaries(layer_count: int, pp_size: int) -> tuple[int, ...]:
-    """Return the first layers of the stages 1 to pp_size - 1 when nobody has named them."""
+    """Return the first layers of the stages 1 to pp_size - 1 without configured boundaries."""
     each, rest = divmod(layer_count, pp_size)
     return tuple(stage * each + min(stage, rest) for stage in range(1, pp_size))
 

@@ -56,7 +56,7 @@ class MemoryPool(Closing):
         self._origins = [whole.origin for whole in shared if whole.origin is not None]
         self.placement = placement
         self.mappings = tuple(mappings)
-        """The shared files, for whoever builds views of whole regions or pins memory for a device."""
+        """The shared files, for views of whole regions and for registration with a device."""
         self._allocations = allocations or ExitStack()
         self._page_counts: dict[IndexSpace, int] = {}
         for region in regions:
@@ -197,14 +197,14 @@ class MemoryPool(Closing):
         return () if self.placement is None else self.placement.shared_regions(self._origins)
 
     def leave(self) -> None:
-        """Let the files stay when this is closed, for whoever takes them over."""
+        """Let the files stay after `close`, for the next owner."""
         for mapping in self.mappings:
             mapping.leave()
 
     def close(self) -> None:
-        """Give up what the pool has made. No peer holds a manifest of it and nothing is in flight. Harmless when closed.
+        """Free the pool's files and allocations, of which no peer has a manifest any more. Harmless when closed.
 
-        Raises ConflictError while views of files are in use; what could be closed is closed then, and `close` can be called again.
+        Raises ConflictError while views of files are in use; all else is closed then, and `close` can be called again.
         """
         close_all(self.mappings)
         self._allocations.close()
@@ -265,11 +265,11 @@ class MappedRegions(Closing):
         return tuple(opened for opened in self._opened.values() if isinstance(opened, SharedMapping))
 
     def extents(self) -> list[Extent]:
-        """Return what holds the regions, with the origins, in the pieces to register it in."""
+        """Return the extents that hold the regions, with their origins: the pieces to register."""
         return registered_extents(self.regions, [opened.extent for opened in self._opened.values()])
 
     def close(self) -> None:
-        """Unmap everything. Harmless when closed. Nothing on any device uses any of it any more.
+        """Unmap everything, which no device uses any more. Harmless when closed.
 
         Raises ConflictError while views of a file are in use; all else is closed then, and `close` can be called again.
         """
@@ -327,7 +327,7 @@ def _require_complete(
 
 
 def _interleaving(given: Sequence[Region]) -> list[list[Region]]:
-    """Group regions whose memory reaches into each other; most groups have one member. Ascending addresses."""
+    """Group regions whose memory interleaves, in the order of addresses; most groups have one member."""
     groups: list[list[Region]] = []
     end = 0
     for region in sorted(given, key=lambda one: (one.memory, one.device, one.extent_addresses[0])):
