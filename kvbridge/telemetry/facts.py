@@ -65,7 +65,7 @@ class RoomFact(Fact):
 
 
 class RoomEntered(RoomFact):
-    """A room came into another state, as users see it. `code`, `reason` and `limit` tell the first cause of its end; empty: none."""
+    """A room came into another state. `code`, `reason` and `limit` tell the first cause of its end; empty: none."""
 
     state: RoomState
     code: str = ""
