@@ -19,8 +19,7 @@ from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.daemon.kept_journal import Contents, KeptFile, KeptHeader, read_journal
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.layout import NodeConfig, NodeLayout
-from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.layout import Placement
+from kvbridge.pool.memory.layout import Placement, Progress, ignore_progress
 from kvbridge.pool.memory.leftovers import POOL_PREFIX, ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, why_not_memory

@@ -42,7 +42,7 @@ from kvbridge.engine.streams import (
     rank_copiers,
 )
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.pool.memory.layout import Progress, ignore_progress
 from kvbridge.telemetry.logs import leave_standard_output
 from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
 

@@ -21,9 +21,8 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.gpu_memory import HostRegistration
-from kvbridge.pool.memory.layout import RankPart
+from kvbridge.pool.memory.layout import Progress, RankPart
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
 from kvbridge.worker.rank import NodeLink, open_node_link

@@ -28,7 +28,7 @@ from kvbridge.core.errors import ConfigError, InvalidInputError, RegistrationErr
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.threads import Call
 

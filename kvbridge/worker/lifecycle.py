@@ -26,9 +26,8 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerSetup,
 )
-from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.gpu_memory import HostRegistration, export, forget_export
-from kvbridge.pool.memory.layout import RankPart, device_placement
+from kvbridge.pool.memory.layout import Extent, Progress, RankPart, device_placement
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.transport import create_transport

@@ -19,7 +19,7 @@ from kvbridge.core.process import Clock
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 
 log = structlog.get_logger(__name__)
 

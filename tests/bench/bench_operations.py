@@ -17,7 +17,7 @@ from crc32c import crc32c
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, NixlSettings
 from kvbridge.core.plan.operations import Operations
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Endpoint, Peer, Transport
 from kvbridge.transport.mooncake import transport as mooncake
 from kvbridge.transport.nixl import agent as nixl_agent

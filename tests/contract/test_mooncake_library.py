@@ -21,7 +21,7 @@ import pytest
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.mooncake import transport as mooncake
 from kvbridge.transport.mooncake.transport import MooncakePeer, MooncakeTransport

@@ -19,7 +19,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import (
     Endpoint,
     Peer,

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Endpoint, Peer, Transport
 
 

@@ -14,7 +14,7 @@ from kvbridge.core.plan.operations import Operations, Section
 from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import RankDescription, TransportEndpoint, WireTable, to_wire
 from kvbridge.core.wire.worker_messages import ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import (
     Endpoint,
     Peer,

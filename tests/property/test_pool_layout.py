@@ -13,8 +13,15 @@ from kvbridge.core.geometry.manifest import check_disjoint
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components, copy_space
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.pool.memory.extent import registered_extents
-from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, copy_placement, device_placement, host_placement
+from kvbridge.pool.memory.layout import (
+    Chunking,
+    Placement,
+    RankPart,
+    copy_placement,
+    device_placement,
+    host_placement,
+    registered_extents,
+)
 
 TINY = preset("tiny-v4")
 GAP = 1 << 40

@@ -18,7 +18,7 @@ from kvbridge.core.process import Closing
 from kvbridge.core.wire.shared_memory import CudaOrigin, StreamPoint
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import Event
-from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, Extent, Progress, ignore_progress, part_of
+from kvbridge.pool.memory.layout import EXTENT_ALIGNMENT_BYTES, Extent, Progress, ignore_progress, part_of
 from kvbridge.pool.memory.shared_mapping import SharedMapping, control_group_limits
 
 KeyT = TypeVar("KeyT", bound=Hashable)

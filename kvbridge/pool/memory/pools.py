@@ -15,17 +15,19 @@ from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.process import Closing
 from kvbridge.core.wire.shared_memory import FileOrigin, Origin, SharedRegion
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import (
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
+from kvbridge.pool.memory.layout import (
+    DEFAULT_EXTENT_BYTES,
     Extent,
+    Placement,
     Progress,
+    RankPart,
     align_up,
     ignore_progress,
     pages_per_extent,
     part_of,
     registered_extents,
 )
-from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
-from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, Placement, RankPart
 from kvbridge.pool.memory.shared_mapping import SharedMapping, close_all, require_memory
 
 SHARED_ALIGNMENT_BYTES = 2 << 20

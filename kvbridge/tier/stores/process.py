@@ -33,7 +33,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.process import monotonic
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.kernels.digest import checksum
-from kvbridge.pool.memory.extent import registered_extents
+from kvbridge.pool.memory.layout import registered_extents
 from kvbridge.pool.memory.pools import MappedRegions
 from kvbridge.processes import end_with_parent
 from kvbridge.telemetry.logs import configure_logs

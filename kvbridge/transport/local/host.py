@@ -44,7 +44,7 @@ from pydantic import Field
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.wire.shared_memory import FileOrigin
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.leftovers import PROOF_PREFIX
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -29,8 +29,8 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_by_uuid, device_uuid
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.local.gpu import HOST, DeviceAccess, device_access

@@ -26,7 +26,7 @@ from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import has_accelerator
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, read_endpoint
 from kvbridge.transport.local.gpu import HOST, CopyStream, DeviceAccess, DeviceCopier, Route, Way, device_access
 from kvbridge.transport.local.host import (

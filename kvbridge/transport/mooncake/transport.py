@@ -46,7 +46,7 @@ from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.mooncake.library import GRACE_S, Engine, PeerCall, create_library, why_no_device_memory

@@ -46,7 +46,7 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
 from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.nixl.agent import (

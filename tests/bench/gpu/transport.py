@@ -21,7 +21,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.transport import create_transport
 from kvbridge.transport.base import Endpoint, Transfer, TransferState

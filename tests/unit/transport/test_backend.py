@@ -14,7 +14,7 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import monotonic
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.threads import Call

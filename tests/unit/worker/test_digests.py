@@ -22,7 +22,7 @@ from kvbridge.core.wire.worker_messages import (
     Verify,
 )
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.worker import digests as rank_digests
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.rank import RankIdentity, WorkerLimits

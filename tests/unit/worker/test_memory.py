@@ -16,9 +16,8 @@ from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
-from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.gpu_memory import registered_ranges
-from kvbridge.pool.memory.layout import RankPart, copy_placement, device_placement, host_placement
+from kvbridge.pool.memory.layout import Progress, RankPart, copy_placement, device_placement, host_placement
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.worker.lifecycle import bring_memory, serve_rank
 from kvbridge.worker.rank import RankIdentity

@@ -11,7 +11,6 @@ import pytest
 from kvbridge.core.errors import ConflictError, RegistrationError, UnsupportedError
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory import gpu_memory
-from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.gpu_memory import (
     HostRegistration,
     StreamPoints,
@@ -19,6 +18,7 @@ from kvbridge.pool.memory.gpu_memory import (
     device_uuid,
     registered_ranges,
 )
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.stand_in_cuda import cuda_stand_in

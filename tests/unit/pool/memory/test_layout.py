@@ -8,7 +8,6 @@ from kvbridge.core.geometry.manifest import RankManifest, check_manifest, finger
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.pool.memory.extent import registered_extents
 from kvbridge.pool.memory.layout import (
     Chunking,
     Placement,
@@ -16,6 +15,7 @@ from kvbridge.pool.memory.layout import (
     copy_placement,
     device_placement,
     host_placement,
+    registered_extents,
     stage_layers,
 )
 

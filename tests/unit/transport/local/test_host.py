@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.wire.shared_memory import FileOrigin
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.local.host import (
     FileIdentity,
     HostClaim,

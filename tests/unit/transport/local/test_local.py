@@ -15,7 +15,7 @@ from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.local.transport import LocalTransport
 from tests.helpers.shared_buffer import SharedBuffer, connect
 

@@ -12,7 +12,7 @@ from kvbridge.config.transports import NixlSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Endpoint
 from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.nixl import agent as nixl_agent
