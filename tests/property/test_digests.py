@@ -14,7 +14,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKey, DigestSums, Mismatch, digest_pieces, followed_by, sent_groups
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe, destination_regions, held_groups
-from tests.property.test_plan_copies import Naive, Node, Scenario, contents, fill, request_tables, scenarios
+from tests.property.test_plan_copies import Naive, Node, Scenario, begin_of, contents, fill, request_tables, scenarios
 
 LIMITS = settings(suppress_health_check=list(HealthCheck))
 
@@ -50,7 +50,7 @@ class Request:
         )
 
     def sent(self) -> DigestSums:
-        """What all source ranks report together, section by section."""
+        """The digests that all source ranks report together, section by section."""
         readers = self.destination.manifests
         allowed = frozenset(key for key, _ in regions_of(readers[0], everywhere=readers))
         together = self.room_sums(allowed)
@@ -73,7 +73,7 @@ class Request:
         return together
 
     def found(self) -> list[tuple[RankManifest, DigestSums]]:
-        """What each destination rank finds in its memory; of the host pool each looks at its share."""
+        """The digests that each destination rank finds in its memory; of the host pool each looks at its share."""
         readers = self.destination.manifests
         section = Section(
             prompt_tokens=self.scenario.prompt,
@@ -140,8 +140,7 @@ def test_a_digest_is_the_checksum_of_the_page_with_only_its_live_rows(scenario):
         live = np.where(request.naive.live[id(block)], block, 0).astype(np.uint8)
         table = request.destination.tables[region.space]
         for entry, page in enumerate(table.ids.tolist()):
-            start = region.extent_addresses[page // region.pages_per_extent]
-            start += page % region.pages_per_extent * region.page_stride_bytes
+            start = begin_of(region, page)
             image = live[start : start + region.lanes * component.lane_block_bytes].tobytes()
             assert pages.get(table.first_page + entry, 0) == raw(image)
 
@@ -172,9 +171,7 @@ def pick_byte(request: Request, region: Region, block: np.ndarray, data) -> tupl
     table = request.destination.tables[region.space]
     live = request.naive.live[id(block)]
     entry = data.draw(st.integers(0, len(table) - 1))
-    page = int(table.ids[entry])
-    start = region.extent_addresses[page // region.pages_per_extent]
-    start += page % region.pages_per_extent * region.page_stride_bytes
+    start = begin_of(region, int(table.ids[entry]))
     inside = np.flatnonzero(live[start : start + region.page_bytes])
     if len(inside) and data.draw(st.integers(0, 9)):
         offset = start + int(inside[data.draw(st.integers(0, len(inside) - 1))])

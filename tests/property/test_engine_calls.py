@@ -1,6 +1,6 @@
-"""Whatever well-formed calls an engine makes: each is answered once, and none fails by a defect.
+"""Any well-formed calls of an engine: each is answered once, and none fails by a defect.
 
-So a value that a message takes is one that each of its readers takes, or refuses by a reason.
+Each reader of a message takes every value that the message may have, or refuses the value with a reason.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Entry:
     prompt: str
     pages: dict[IndexSpace, int] = field(default_factory=dict)
     checkpoints: dict[IndexSpace, list[int]] = field(default_factory=dict)
-    """Of `SWA` and `SWA_COPY`."""
+    """Pages of `SWA` and `SWA_COPY`."""
     dropped: bool = False
     lost: bool = False
     """Its page on the device is, whose memory is gone, until nobody reads that any more."""
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(eq=False)
 class Reads:
-    """What somebody pins."""
+    """The entries that an owner pins."""
 
     path: list[Entry] = field(default_factory=list)
     device: int = 0
@@ -135,9 +135,9 @@ class CopyMachine(RuleBasedStateMachine):
         self.late: dict[Owner, Copy] = {}
         """Copies that have failed, and may still write."""
         self.holds: dict[tuple[IndexSpace, int], str] = {}
-        """What pages hold."""
+        """The contents of pages."""
         self.journal: dict[tuple[IndexSpace, int], str] = {}
-        """What a watcher believes that host copies hold."""
+        """The contents of host copies, as a watcher knows them."""
         self.number = 0
 
     # ------------------------------------------------------------------ watcher of the book
@@ -225,7 +225,7 @@ class CopyMachine(RuleBasedStateMachine):
                 self.holds[space, int(page)] = "junk"
 
     def notice_evictions(self, free_before, demand):
-        """What is not where it was was read by nobody there, and was needed."""
+        """A page that is not where it was had no reader there, and was needed."""
         short = {space for space, count in demand.items() if count > free_before[space]}
         cached = self.book.cached_pages()
         for entry in list(self.entries):
@@ -248,7 +248,7 @@ class CopyMachine(RuleBasedStateMachine):
             assert entry.dropped or len(entry.prompt) == 1 or parent.pages.keys() >= entry.pages.keys()
 
     def forget_unread(self):
-        """Of what is dropped only what is read stays, where it is read."""
+        """A dropped entry stays only where it is read."""
         for entry in [entry for entry in self.entries if entry.dropped or entry.lost]:
             for space in (FULL, FULL_COPY) if entry.dropped else (FULL,):
                 if space in entry.pages and entry.pages[space] not in self.pinned(self.readers(), space):
@@ -282,7 +282,7 @@ class CopyMachine(RuleBasedStateMachine):
         return found + ([SWA_COPY] if SWA_COPY in entry.checkpoints and self.restores else [])
 
     def plan(self, prompt, from_checkpoint):
-        """What a request would read, and how many pages it has to load windows into."""
+        """The entries that a request would read, and how many pages it has to load windows into."""
         path = self.match(prompt)
         if not self.restores:
             path = path[: self.depth(path, FULL)]
@@ -729,7 +729,7 @@ class CopyMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_journal_knows_what_the_host_has(self):
-        """What is dropped is out at once, though somebody reads it."""
+        """A dropped entry is out at once, though an owner reads it."""
         expected = {}
         for entry in (entry for entry in getattr(self, "entries", ()) if not entry.dropped):
             key = keys_of(entry.prompt)[-1]

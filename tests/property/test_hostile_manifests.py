@@ -30,7 +30,7 @@ TEXTS = st.sampled_from(["", "vram", "full", "host", "x"]) | (NUMBERS | st.just(
 
 
 def packed(model: str) -> dict[str, Any]:
-    """What a true decode rank says, unpacked as far as bytes are."""
+    """The description of a true decode rank, unpacked as far as bytes are."""
     layouts = {component.kind: Layout(pages_per_extent=4) for component in preset(model).components}
     [manifest] = Instance(preset(model), PAGES, layouts=layouts).manifests()
     return msgpack.unpackb(pack_rank(RankDescription(manifest=manifest, endpoints=())))
@@ -43,7 +43,7 @@ def tables(model: str) -> Tables:
 
 
 def try_out(model: str, rank: dict[str, Any]) -> None:
-    """What a prefill node and its rank worker do with a packed rank, until operations are there to submit."""
+    """Handle a packed rank as a prefill node and its rank worker do, until operations are there to submit."""
     geometry = preset(model)
     [source] = Instance(geometry, PAGES, base=1 << 36).manifests()
     try:

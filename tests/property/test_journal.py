@@ -98,7 +98,7 @@ class Pool:
         del self.held[twin]
 
     def taken(self, journal: bytes) -> tuple[set[str], set[str]]:
-        """What somebody takes who finds this memory and this journal, and compares digests; fails when any of it is wrong."""
+        """The pages that a new process takes over with this memory and this journal, by digests; fails when a page is wrong."""
         _, contents = read_journal(bytes(journal))
         pages, ends = set(), set()
         for keys, path in contents.prompts():

@@ -4,7 +4,7 @@ The model here knows one thing: where a row of a component lies in a page (the t
 source memory row by row, writes down what destination memory must hold row by row, and executes the planned operations
 on real arrays. It shares no arithmetic with the planner.
 
-What a writer has not published yet is garbage in its memory when an operation reads it. Where dead bytes may be sent along,
+Rows that a writer has not published yet are garbage in its memory when an operation reads them. Where dead bytes may be sent along,
 they are those of the request's own pages, and no garbage comes to rest where the request has a live row.
 """
 
@@ -235,6 +235,12 @@ class Scenario:
 # ------------------------------------------------------------------------------------------- the naive model
 
 
+def begin_of(region: Region, page: int) -> int:
+    """The address of a page, by a formula of the tests' own."""
+    extent, place = divmod(page, region.pages_per_extent)
+    return region.extent_addresses[extent] + place * region.page_stride_bytes
+
+
 class Node:
     """The memory of all ranks of one node, their manifests, and one page table for each space."""
 
@@ -276,9 +282,7 @@ class Node:
         entry = row // component.rows_per_logical_page - table.first_page
         if not 0 <= entry < len(table):
             return
-        page = int(table.ids[entry])
-        start = region.extent_addresses[page // region.pages_per_extent]
-        start += page % region.pages_per_extent * region.page_stride_bytes
+        start = begin_of(region, int(table.ids[entry]))
         start += (lane - region.lane_start) * component.slots_per_page * sum(component.row_parts_bytes)
         done = 0
         for part_bytes in component.row_parts_bytes:
@@ -288,7 +292,7 @@ class Node:
 
 
 def contents(scenario: Scenario, rng: np.random.Generator) -> dict[tuple[ComponentKind, int], np.ndarray]:
-    """What the model computes: for each component and layer, bytes of shape (lanes, rows, row_bytes)."""
+    """The rows that the model computes: for each component and layer, bytes of shape (lanes, rows, row_bytes)."""
     return {
         (component.kind, layer): rng.integers(
             0, 256, (component.lanes, scenario.prompt, component.row_bytes), dtype=np.uint8
@@ -377,7 +381,7 @@ def execute(source: Node, destination: Node, operations, memory: np.ndarray, cou
 
 
 class Naive:
-    """What the naive copy leaves in a node's memory, and which bytes it is about; by the identity of the block."""
+    """A node's memory after the naive copy, and the bytes that it touches; by the identity of the block."""
 
     def __init__(self, node: Node, scenario: Scenario, content) -> None:
         self._node, self._scenario = node, scenario
@@ -394,8 +398,7 @@ class Naive:
 
     def _pad(self, component: Component, region: Region, padding: np.ndarray, own: np.ndarray) -> None:
         for page in self._node.tables[region.space].ids.tolist():
-            start = region.extent_addresses[page // region.pages_per_extent]
-            start += page % region.pages_per_extent * region.page_stride_bytes
+            start = begin_of(region, page)
             padding[start + region.lanes * component.lane_block_bytes : start + region.page_bytes] = True
             own[start : start + region.page_bytes] = True
 

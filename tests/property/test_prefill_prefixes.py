@@ -1,7 +1,7 @@
 """Rooms of a prefill node that share prefixes, in any order, against a memory that is written as engines would.
 
-A page holds the key of what was last written to it. So whatever a room starts from and whatever is in the index can be compared
-with the prompt's own keys, and a page that somebody writes while it is cached or read is seen at once.
+A page holds the key of its last contents. The test compares the start of each room and everything in the index with the prompt's
+own keys, and sees at once when a cached page or one with a reader is written.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is evicted from the index of cached prefixes, and in which order, against a naive model: a dictionary of paths.
+"""Evictions from the index of cached prefixes, and their order, against a naive model: a dictionary of paths.
 
 Checkpoints, twins and pages of several spaces are in the model of `test_host_copies`.
 """

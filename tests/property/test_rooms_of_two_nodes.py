@@ -38,7 +38,7 @@ DELIVERY_S = 30
 """No message is on its way for longer (`timeouts.control_delivery_s`): it arrives, or a link is over."""
 
 REFUSALS = (ConflictError, StaleError, CapacityError, UnknownRoomError, InvalidInputError, RoomFailedError)
-"""What a caller may be told; anything else, and anything at all on a message from a peer or a worker, is a defect."""
+"""The answers that a caller may get; anything else, and anything at all on a message from a peer or a worker, is a defect."""
 
 
 class RoomsMachine(RuleBasedStateMachine):

@@ -354,7 +354,7 @@ def arrived(pair, room):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("blocks", range(2, BLOCKS))
 def test_earlier_blocks_arrive_while_later_ones_are_computed(blocks, late):
-    """So what is left when prefill has finished does not grow with the prompt."""
+    """The rest, once prefill has finished, does not grow with the prompt."""
     pair = Pair(recompute=False)
     pair.prefill.engine.reads_late = late
     room = pair.pair_arrives([token for token in range(blocks) for _ in range(PAGE)])

@@ -81,7 +81,7 @@ def hit_rate(policy: Lru | Ours, steps: list[np.ndarray]) -> float:
 
 
 def recorded(tokens: int, layer: int) -> list[np.ndarray]:
-    """What one layer's indexer selected of the host's rows; those that are in the ring are left out."""
+    """The selections of one layer's indexer, without rows that are in the ring."""
     top_k, rows = load_selections(tokens)
     return list(_host_rows(top_k[:, layer].astype(np.int32), rows))
 

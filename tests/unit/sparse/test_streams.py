@@ -1,4 +1,4 @@
-"""What waits for what: the order that a GPU would be told, written down by a device that does everything at once."""
+"""The order of waits that a GPU would be told, written down by a device that does everything at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request costs on decode, and how many fit."""
+"""The cost of a request on decode, and how many requests fit."""
 
 from __future__ import annotations
 
