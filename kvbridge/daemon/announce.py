@@ -62,6 +62,7 @@ class Announcer:
         self._interval_s = interval_s
         self._pause_s = min(pause_s, interval_s)
         self._told = Load()
+        self._obstacles: list[str] = []
         self._registered = False
         """Whether the directory has ever had this node. A known node stays ready until the directory refuses it."""
         self._outdated = True
@@ -102,13 +103,13 @@ class Announcer:
                     await self._changed.wait()
             self._changed.clear()
 
-    def changed(self) -> None:
-        """Send a heartbeat soon, because the node became ready or unready."""
-        self._changed.set()
+    def look(self, obstacles: Sequence[str] = ()) -> None:
+        """Send a heartbeat soon when the obstacles have changed, or the load has changed much. Call it often.
 
-    def look(self) -> None:
-        """Send a heartbeat soon when the load has changed much. Call it often. Harmless while the directory does not answer."""
-        if not self.problem and is_significant(self._told, self._load()):
+        While the directory does not answer, a changed load waits for the next interval.
+        """
+        if list(obstacles) != self._obstacles or (not self.problem and is_significant(self._told, self._load())):
+            self._obstacles = list(obstacles)
             self._changed.set()
 
     async def beat(self) -> None:

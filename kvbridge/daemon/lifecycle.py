@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness
-from kvbridge.config.endpoints import HttpConfig, TracesConfig
-from kvbridge.config.loading import read_grants, read_secrets
+from kvbridge.config.endpoints import DirectoryLinkConfig, HttpConfig, TracesConfig
+from kvbridge.config.loading import read_grants, read_secrets, read_token
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
@@ -135,6 +136,23 @@ class Daemon:
         self.seldom.tell()
         if self._export is not None:
             self._export.look()
+
+    def open_directory(self, link: DirectoryLinkConfig, *, timeout_s: float, key: str = "") -> list[DirectoryClient]:
+        """Return clients of the directory's replicas, which show the configured token. `key` names `timeout_s` in errors."""
+        name = "bootstrap.token_file"
+        token = self.secrets.add(name, (link.token_file,), lambda: read_token(link, key=name))
+        clients = [
+            DirectoryClient(url, token=token.current, timeout_s=timeout_s, timeout_key=key)
+            for url in (link.url, *link.other_urls)
+            if url
+        ]
+
+        def change(fresh: str) -> None:
+            for client in clients:
+                client.use_token(fresh)
+
+        token.on_change = change
+        return clients
 
     # ------------------------------------------------------------------ traces
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from kvbridge.api.client import DirectoryClient
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
-from kvbridge.config.loading import read_token
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer
@@ -59,7 +55,6 @@ class NodeDaemon(Daemon):
         self.admission = AdmissionController(rooms, parts.book, limits=parts.config.admission, events=parts.events)
         parts.engines.serve(rooms, self.admission, pid=parts.engine_socket.pid, attached=parts.attached)
         self.overview = NodeOverview(parts, peers, rooms.book, self.admission)
-        self._obstacles_told: list[str] = []
         self._journal: KeptJournal | None = None
 
     # ------------------------------------------------------------------ from start to end
@@ -136,7 +131,8 @@ class NodeDaemon(Daemon):
             if self.parts.memory.kept is not None:
                 self.parts.memory.kept.renew()
             self.tell(None if self.admission.closed else self.overview.readiness())
-            self._look_for_announcements()
+            if self.overview.announcer is not None:
+                self.overview.announcer.look(self.overview.obstacles())
             if (now_s := time.monotonic()) >= next_heartbeat_s:
                 next_heartbeat_s = now_s + heartbeat_s  # heartbeats missed while stopped are not sent later
                 self.peers.watch()
@@ -196,14 +192,8 @@ class NodeDaemon(Daemon):
         log.info("daemon_listens", http=url, control=control.endpoint if control else "")
         if not config.bootstrap.url:
             return
-        link, key = config.bootstrap, "bootstrap.token_file"
-        token = self.secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
         self.overview.http_url = url
-        replicas = [
-            DirectoryClient(url, token=token.current, timeout_s=BOOTSTRAP_CALL_S)
-            for url in (config.bootstrap.url, *config.bootstrap.other_urls)
-        ]
-        token.on_change = partial(_show, replicas)
+        replicas = self.open_directory(config.bootstrap, timeout_s=BOOTSTRAP_CALL_S)
         self.overview.announcer = announcer = Announcer(
             replicas,
             registration=self.overview.registration,
@@ -211,19 +201,3 @@ class NodeDaemon(Daemon):
             interval_s=config.bootstrap.heartbeat_interval_s,
         )
         self.background(announcer.run(), "announcer")
-
-    def _look_for_announcements(self) -> None:
-        """Tell the directory at once when this node becomes ready or unready, or its load changes much."""
-        announcer = self.overview.announcer
-        if announcer is None:
-            return
-        obstacles = self.overview.obstacles()
-        if obstacles != self._obstacles_told:
-            self._obstacles_told = obstacles
-            announcer.changed()
-        announcer.look()
-
-
-def _show(replicas: Sequence[DirectoryClient], token: str) -> None:
-    for replica in replicas:
-        replica.use_token(token)

@@ -10,9 +10,7 @@ from contextlib import AsyncExitStack
 import structlog
 
 from kvbridge import __version__
-from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
-from kvbridge.config.loading import read_token
 from kvbridge.config.schema import RouterConfig
 from kvbridge.core.ids import Role
 from kvbridge.core.process import moment
@@ -39,25 +37,10 @@ class RouterDaemon(Daemon):
         self.servers = Servers()
         self._upstream = OpenAiServers(config.timeouts)
         self.router = Router(config, self.servers, self._upstream, self.metrics, self.seldom)
-        self._replicas = self._open_directory()
+        limit_s = config.timeouts.health_s
+        self._replicas = self.open_directory(config.bootstrap, timeout_s=limit_s, key="timeouts.health_s")
         listings = [replica.instances for replica in self._replicas]
         self._watch = ServerWatch(self.servers, self._upstream, config.timeouts, listings)
-
-    def _open_directory(self) -> list[DirectoryClient]:
-        link, key, limit_s = self.config.bootstrap, "bootstrap.token_file", self.config.timeouts.health_s
-        token = self.secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
-        clients = [
-            DirectoryClient(url, token=token.current, timeout_s=limit_s, timeout_key="timeouts.health_s")
-            for url in (link.url, *link.other_urls)
-            if url
-        ]
-
-        def change(fresh: str) -> None:
-            for client in clients:
-                client.use_token(fresh)
-
-        token.on_change = change
-        return clients
 
     async def start(self) -> None:
         """Open the endpoint, also while servers do not answer: `/ready` gives the reason."""

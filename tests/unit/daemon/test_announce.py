@@ -154,7 +154,7 @@ async def test_an_end_that_meets_news_is_an_end(steps):
         async with asyncio.timeout(WAIT_S):
             while not announced._changed._waiters:  # noqa: ASYNC110 - until it waits for news, which nothing tells
                 await asyncio.sleep(0.001)
-        announced.changed()
+        announced.look(["the pools are being made"])
         for _ in range(steps):
             await asyncio.sleep(0)
         task.cancel()
@@ -220,17 +220,17 @@ async def test_a_replica_that_does_not_answer_hands_over_to_the_next():
     announced = announcer(first, second)
     async with running(announced, first):
         first.problem = PeerError("nobody is there")
-        announced.changed()
+        announced._changed.set()
         await second.until(1)  # at once, not after an interval
         assert (first.calls, second.calls) == (["register", "heartbeat"], ["heartbeat"])
         assert announced.problem == ""
         second.problem = NotReadyError("its store is away")
-        announced.changed()
+        announced._changed.set()
         await first.until(3)
         assert announced.problem == "nobody is there"
         assert len(second.calls) == 2, "both have failed: that is tried again at the next interval"
         first.problem = None
-        announced.changed()
+        announced._changed.set()
         await second.until(3)
         await first.until(4)
         assert announced.problem == ""

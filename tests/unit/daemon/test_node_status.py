@@ -1,14 +1,18 @@
-"""The status pages: described as they are, and built from what the parts say of themselves."""
+"""The pages of a daemon: status, metrics, readiness, how peers can meet a node, and what engines can attach to."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvbridge.api.status import Readiness, RegistrationState
-from kvbridge.config.schema import BootstrapConfig, PrefillConfig
-from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import NotReadyError
+from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon
+from kvbridge.daemon.decode import decode_daemon
+from kvbridge.daemon.links import control_modes
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.pool.accounts.pages import Owner, PageState
@@ -112,3 +116,35 @@ def test_twins_are_on_the_page_and_nobody_else_hears_of_them_or_waits_for_them()
     assert node.admission.starved_s == 0
     metrics = b"".join(node.overview.render_metrics()[0]).decode()
     assert 'kvbridge_pool_pages{space="full_twin",state="held"} 4.0' in metrics
+
+
+ADOPTED = {"memory": "adopted", "host": {"pages": 8}}
+V4 = {"preset": "tiny-v4"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "insecure", "listening", "expected"),
+    [
+        (False, False, "tcp://127.0.0.1:7", "local"),
+        (False, True, "tcp://10.0.0.1:7", "plain"),
+        (True, False, "tcp://10.0.0.1:7", "curve"),
+        (False, True, "", "local plain"),
+        (True, True, "", "curve local plain"),
+    ],
+)
+def test_how_a_node_can_be_met(keys, insecure, listening, expected):
+    curve = {"curve": {"secret_key_file": "/nowhere"}} if keys else {}
+    config = DecodeConfig(instance="i", model=V4, pools=ADOPTED, control=curve, insecure=insecure)
+    address = PeerAddress(endpoint=listening, public_key="k" * 40 * keys) if listening else None
+    assert " ".join(control_modes(config, address)) == expected
+
+
+def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet():
+    """One with memory of its own waits for the host pool, too."""
+    rank = (Rank(pp=0, tp=0),)
+    owned = PrefillConfig(instance="i", model={"preset": "tiny-gqa"}, pools={"device": {"full": 8}})
+    for node in (prefill_daemon(owned), decode_daemon(DecodeConfig(instance="i", model=V4, pools=ADOPTED))):
+        with pytest.raises(NotReadyError, match="memory is being created"):
+            node.parts.attached(1, rank)
+    prefill = prefill_daemon(PrefillConfig(instance="i", model=V4, pools={"memory": "adopted"}))
+    assert prefill.parts.attached(1, rank).host == ()

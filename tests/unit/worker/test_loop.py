@@ -26,8 +26,9 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.kernels.cuda import runtime
 from kvbridge.worker import loop as rank_worker
 from kvbridge.worker import peers as rank_peers
-from kvbridge.worker.rank import BUSY_PAUSE_S, SHORTEST_PAUSE_S
+from kvbridge.worker.rank import BUSY_PAUSE_S, SHORTEST_PAUSE_S, Pauses
 from kvbridge.worker.transports import RETRY_S
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, full_amounts
 from tests.helpers.worker_bench import (
     DONE,
@@ -499,3 +500,15 @@ def test_a_worker_of_a_gpu_looks_sooner_after_something_has_moved(monkeypatch):
     bench.clock.advance(1.0)
     bench.worker.step()
     assert pauses[-2:] == [SHORTEST_PAUSE_S, BUSY_PAUSE_S]
+
+
+def test_a_gpus_transfer_is_answered_for_within_a_fiftieth_of_its_time() -> None:
+    clock = ManualClock()
+    pauses = Pauses(clock, with_gpu=True)
+    assert pauses.next_s() == SHORTEST_PAUSE_S
+    for waited_s, expected_s in ((0.002, 0.00004), (0.004, 0.00008), (1.0, BUSY_PAUSE_S)):
+        pauses.moved()
+        clock.advance(waited_s)
+        assert pauses.next_s() == pytest.approx(expected_s)
+    pauses.moved()
+    assert pauses.next_s() == SHORTEST_PAUSE_S

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.messages import WireTable, to_wire
 from kvbridge.core.wire.worker_messages import OpenRoom, Send
-from kvbridge.worker import loop as rank_worker
 from kvbridge.worker.orders import OpenedRoom, Order, OrderBook
 from tests.helpers.worker_bench import TOKENS
 
@@ -46,12 +44,6 @@ def test_a_peer_that_is_not_ready_and_memory_that_is_not_written_hold_nobody_els
         book.add(order(number, peer))
     assert begun(book, busy="b", unwritten=(1,)) == [2]
     assert begun(book) == [1, 3, 4]
-
-
-@pytest.fixture(autouse=True)
-def few_active(monkeypatch) -> None:
-    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 4)
-    monkeypatch.setattr(rank_worker.time, "sleep", lambda _: None)
 
 
 def pages(*ids: int, first: int = 0):
