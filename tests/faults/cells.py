@@ -1,4 +1,4 @@
-"""What is struck, how, in which state of a room, and what must become of the room: literal tables.
+"""Literal tables: who is struck, how, in which state of a room, and how the room must end.
 
 One strike meets a room in every state at once. An outcome names the end of the room on the prefill and on the decode side:
 
@@ -113,7 +113,7 @@ _ON_GPUS: dict[tuple[Victim, Fault], str] = {
 
 
 def outcomes(transport: str, victim: Victim, fault: Fault, *, gpus: bool = False) -> dict[State, str]:
-    """What must become of the room in each state; `gpus`: where pools lie in device memory."""
+    """Return how the room must end, by its state at the strike. `gpus`: pools lie in device memory."""
     ends = _OUTCOMES | (_ON_GPUS if gpus else {})
     found = dict(zip(State, ends[victim, fault].split(), strict=True))
     if transport != "local" and (victim, fault) in _BY_A_LIBRARY:

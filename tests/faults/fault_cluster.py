@@ -23,14 +23,14 @@ from tests.helpers.obedient_engines import ObedientEngine
 from tests.helpers.prompts import Prompt
 
 TOKENS = 768
-"""Of every room: three whole pages, so that each row of a growing component is live."""
+"""Tokens of every room: three whole pages, so that each row of a growing component is live."""
 HALF = 400
 SHARED_TOKENS = 256
-"""With which every prompt begins on a cluster whose rooms share prefixes: a page, and an end that is known for a checkpoint."""
+"""Every prompt begins alike so far, where rooms share prefixes: one page, whose end is known for a checkpoint."""
 DEVICE_PAGES = {"full": 96, "swa": 96, "request": 24}
 HOST_PAGES = 96
 FDS_MORE = 12
-"""What a survivor may hold open beyond what it held before: connections that are about to be closed."""
+"""A survivor may hold so many more descriptors than before: connections that are about to be closed."""
 
 Settings = Mapping[str, Any]
 
@@ -46,7 +46,7 @@ class Gpus:
 
     @staticmethod
     def section(gpus: Gpus | None, role: Role) -> Settings:
-        """Of a daemon's configuration; empty with pools in host memory."""
+        """Return a section of a daemon's configuration; empty with pools in host memory."""
         if gpus is None:
             return {}
         gpu = gpus.prefill if role is Role.PREFILL else gpus.decode
@@ -55,7 +55,7 @@ class Gpus:
 
 @dataclass
 class Facts:
-    """What must not change about a daemon that is not struck."""
+    """The facts of a daemon that must not change unless it is struck."""
 
     pid: int
     incarnation: str
@@ -72,7 +72,7 @@ class FaultCluster:
     shares: bool = False
     """Prompts begin alike, and their pages stay on both nodes."""
     prompts: dict[int, Prompt] = field(default_factory=dict)
-    """Of rooms, where they share."""
+    """The prompts of rooms, where rooms share."""
     shared_tokens: int = SHARED_TOKENS
     model: str = "tiny-v4"
     gpus: Gpus | None = None
@@ -123,7 +123,7 @@ class FaultCluster:
         return int(status(daemon)["ranks"][0]["pid"])
 
     def facts(self, daemon: DaemonProcess) -> Facts:
-        """What a survivor must still be after a strike."""
+        """Return the facts that a strike must not change."""
         shown, pid = status(daemon), self.pid(daemon)
         return Facts(pid, shown["incarnation"], shown["ranks"][0]["pid"], psutil.Process(pid).num_fds())
 
@@ -159,7 +159,7 @@ class FaultCluster:
         return Prompt(begin=0, own=self._last_prompt, shared_tokens=self.shared_tokens)
 
     def body(self, tokens: int, prompt: Prompt | None) -> dict[str, Any]:
-        """What a request for a room with this prompt says of it."""
+        """Return the part of a request that describes a prompt."""
         return {"prompt_tokens": tokens} | (prompt.asked(self.model, tokens) if prompt is not None else {})
 
     def admit_on_prefill(

@@ -9,9 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbridge.cli.local_cluster import (
-    DaemonProcess,
-)
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
@@ -26,9 +24,9 @@ from tests.helpers.synthetic import expected_rows
 
 MODEL = "tiny-gqa"
 PAGES = 192
-"""Of every pool: 36 MiB."""
+"""Pages of every pool: 36 MiB."""
 LATE_TOKENS = 128 * 256
-"""Of the late room: 24 MiB, which is more than sockets hold."""
+"""Tokens of the late room: 24 MiB, more than sockets hold."""
 FILL_TOKENS = 64 * 256
 NEEDLE_BYTES = 32
 """A piece of a row that no other row of any room has."""
@@ -131,7 +129,7 @@ class LateWriterCluster(FaultCluster):
         self.filled.clear()
 
     def next_turn(self) -> None:
-        """What siblings share is where it was: the next one gets it, finds each byte right, and all let go of it."""
+        """The next sibling finds the shared pages where they were, each byte right, and all let go of them."""
         after = self.admit_by_filler(SIBLING_TOKENS, self.next_prompt())
         assert self.cross_by_filler(after, SIBLING_TOKENS) == self.shared_tokens
         for room in (after, self.sibling):
@@ -204,9 +202,9 @@ def _is_socket(entry: Path) -> bool:
 
 
 SLICES_BEFORE = 2
-"""Of the 24 of a late room: so many come before the gate closes."""
+"""The gate closes after so many slices, of the 24 of a late room."""
 AWAKE_S = 0.6
-"""What a late writer is given to do its worst; it writes 24 MiB in a tenth of that."""
+"""A late writer has so long to do its worst; it writes 24 MiB in a tenth of that."""
 
 
 def over(stage: LateWriterCluster, room: int) -> None:

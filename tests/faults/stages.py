@@ -35,7 +35,7 @@ TIMEOUTS = {
 EXPIRE_S = 2.0
 """Bootstrap forgets a silent daemon after this."""
 SLICE_BYTES = 1 << 20
-"""Of the late daemon's copies where pools are on GPUs: a late room takes 24 of them."""
+"""Slices of the late daemon's copies where pools are on GPUs: a late room takes 24."""
 CANARY_TIMEOUTS = {
     "worker_silence_s": 60.0,  # a frozen worker is to wake, not to be killed
     "control_delivery_s": 60.0,

@@ -8,15 +8,7 @@ from contextlib import AbstractContextManager
 import pytest
 
 from kvbridge.core.ids import Role
-from tests.faults.cells import (
-    ON_GPUS,
-    SHORT,
-    SHORT_SHARING,
-    STRIKES,
-    Fault,
-    State,
-    Victim,
-)
+from tests.faults.cells import ON_GPUS, SHORT, SHORT_SHARING, STRIKES, Fault, State, Victim
 from tests.faults.conftest import Row
 from tests.faults.fault_cluster import SHARED_TOKENS, FaultCluster, Gpus
 from tests.faults.stages import ClusterCache, scene
@@ -58,7 +50,7 @@ def test_strike(stages: ClusterCache[FaultCluster], matrix: list[Row], victim: V
 def test_strike_over_a_library(
     stages: ClusterCache[FaultCluster], matrix: list[Row], transport: str, victim: Victim, fault: Fault
 ) -> None:
-    """What holds for copies on one host holds for connections as well."""
+    """Connections behave like copies on one host."""
     _strike(stages, matrix, transport, victim, fault)
 
 

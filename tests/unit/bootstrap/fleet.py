@@ -9,7 +9,7 @@ from typing import Self
 
 from redis.asyncio import Redis
 
-from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.nodes import Instance, NodeEntry, NodeRecord, by_instance
@@ -72,6 +72,17 @@ def half(name: str, role: Role, number: int, **changes) -> NodeRegistration:
         "control": PeerAddress(endpoint=f"tcp://{name}-{number}:1"),
     }
     return node(name, role, **{**own, **changes})
+
+
+def beat(incarnation: str, **changes) -> NodeHeartbeat:
+    return NodeHeartbeat(**{"incarnation": incarnation, "ready": True, **changes})
+
+
+def loaded(free: int = 100, rooms: int = 0, kept_s: float | None = None) -> Load:
+    """The load of a node with so many free pages of 100 in each pool."""
+    totals = dict.fromkeys(("full", "swa", "request", "host"), 100)
+    pages = {"available_pages": dict.fromkeys(totals, free), "total_pages": totals}
+    return Load(rooms=rooms, prefixes_kept_s=kept_s, **pages)
 
 
 def entry_of(registration: NodeRegistration) -> NodeEntry:
@@ -185,7 +196,7 @@ class FakeDaemons:
         """Daemons that have pages only for those who wait for them."""
         self.hang: set[str] = set()
         self.misreports: dict[str, dict[str, object]] = {}
-        """What these daemons say instead of what they have admitted."""
+        """These daemons report something else than they have admitted."""
         self.lives: dict[str, str] = {}
         """The incarnations that answer; nobody does elsewhere."""
         self.asked: list[str] = []
@@ -246,11 +257,11 @@ class FakeDaemons:
         return report.model_copy(update={"state": RoomState.ABORTED, "reason": reason})
 
     def rooms(self) -> dict[str, list[int]]:
-        """What is reserved, by daemon."""
+        """Return the reserved rooms, by daemon."""
         return {url: list(rooms) for url, rooms in self.admitted.items() if rooms}
 
     def generations(self) -> set[tuple[str, int, int]]:
-        """What is reserved: daemon, room, generation."""
+        """Return daemon, room and generation of each reservation."""
         return {(url, room, one.generation) for url, rooms in self.admitted.items() for room, one in rooms.items()}
 
     def _report(self, url: str, room: int) -> RoomReport:

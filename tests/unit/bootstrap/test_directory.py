@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.api.directory import ControlMode, Load, NodeHeartbeat
+from kvbridge.api.directory import ControlMode, Load
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
@@ -18,13 +18,9 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, half, node
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, beat, half, node
 
 pytestmark = pytest.mark.asyncio
-
-
-def beat(incarnation: str, **changes) -> NodeHeartbeat:
-    return NodeHeartbeat(**{"incarnation": incarnation, "ready": True, **changes})
 
 
 PLAIN, CURVE, LOCAL = ControlMode.PLAIN, ControlMode.CURVE, ControlMode.LOCAL

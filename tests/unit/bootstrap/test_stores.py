@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from kvbridge.api.directory import Load, NodeHeartbeat, Ticket, TicketEnd
+from kvbridge.api.directory import Ticket, TicketEnd
 from kvbridge.bootstrap.store import Claim, PairingState, RoomInUse
 from kvbridge.core.ids import Role
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, entry_of, half, node
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, beat, entry_of, half, loaded, node
 
 pytestmark = pytest.mark.asyncio
-
-
-def beat(incarnation: str, rooms: int = 0) -> NodeHeartbeat:
-    return NodeHeartbeat(incarnation=incarnation, ready=True, load=Load(rooms=rooms))
 
 
 def ticket_for(claim: Claim, generation: int) -> Ticket:
@@ -38,7 +34,7 @@ async def test_a_heartbeat_of_another_life_changes_nothing(world):
     store = world.store
     await world.directory(node("p", Role.PREFILL))
     world.advance(EXPIRE_AFTER_S - 10)
-    holder = await store.beat(("p", "node-0"), beat("another", rooms=9))
+    holder = await store.beat(("p", "node-0"), beat("another", load=loaded(rooms=9)))
     assert (holder.registration.incarnation, holder.view().load.rooms) == ("p-incarnation-1", 0)
     assert holder.silent_s > EXPIRE_AFTER_S - 11
     world.advance(20)
@@ -77,7 +73,7 @@ async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
     await world.directory(node("p", Role.PREFILL))
     for number in range(4):
         world.advance(EXPIRE_AFTER_S - 10)
-        record = await world.store.beat(("p", "node-0"), beat("p-incarnation-1", rooms=number))
+        record = await world.store.beat(("p", "node-0"), beat("p-incarnation-1", load=loaded(rooms=number)))
         assert (record.view().load.rooms, record.registration.http_url) == (number, "http://p")
     assert await world.store.expire() == ()
 

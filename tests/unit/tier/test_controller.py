@@ -1,7 +1,4 @@
-"""Which pages move down to host memory and when: each policy by what is on the host after which step.
-
-Nothing is copied here. What the controller hands out as one order ends when a test says so.
-"""
+"""The policies of backups: the pages that are on the host after each step. Nothing is copied: a test says when an order ends."""
 
 from __future__ import annotations
 
@@ -31,21 +28,21 @@ class Bench(PrefixBench):
         return self.controller.begin(self.new_owner)
 
     def order(self, *, done: bool = True) -> int:
-        """One order, carried out; how many pages it had."""
+        """Carry out one order; return how many pages it had."""
         backups = self.begin()
         if backups:
             self.controller.ended(backups, done=done)
         return sum(backup.pages for backup in backups)
 
     def settle(self) -> None:
-        """Orders, until there is nothing to do."""
+        """Carry out orders until there is nothing to do."""
         for _ in range(100):
             if not self.order():
                 return
         raise AssertionError("it does not end")
 
     def on_host(self, name: str, pages: int) -> int:
-        """How many of the first pages of a conversation are on the host."""
+        """Return how many first pages of a conversation are on the host."""
         return self.where(name, pages)[1]
 
 

@@ -94,7 +94,7 @@ def test_pairs_that_follow_each_other_are_joined():
 
 
 class Queue:
-    """A device of which nothing is known but what it was told, and that is done when a test says so."""
+    """A device that records its orders, and that is done when a test says so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[FakeEvent] = []
@@ -120,7 +120,6 @@ class Queue:
         assert blocks == 8
         return self
 
-    # What is asked of the kernel.
     def reserve(self, operations: int, submissions: int) -> None:
         assert operations * submissions >= 1 << 16
 
@@ -145,9 +144,8 @@ def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch
     with TwinPools(TINY, layout=PF, page_first=True) as pools:
         expected = pools.expected(moves, direction)
         with pools.copier(direction, CopyMeans(backend, device=0)) as copier:
-            groups = (
-                2 if backend is KERNEL and direction is Direction.LOAD_BACK else 1
-            )  # only loads are waited for by layer
+            # Only loads are waited for by layer.
+            groups = 2 if backend is KERNEL and direction is Direction.LOAD_BACK else 1
             first, second = copier.copy(moves, stream=5), copier.copy({}, stream=5)
             pools.compare(expected)
             assert [event.streams for event in queue.events] == [[5]] * 2 * groups
@@ -183,6 +181,6 @@ def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch
 
 
 def pieces_of_checkpoints() -> list[object]:
-    """What one checkpoint of the model is copied in, when pages are whole otherwise."""
+    """Return the pieces of one checkpoint of the model."""
     swa = [each for each in copied_components(TINY, (), checkpoints=True) if each.space is SWA]
     return [piece for each in swa for _ in each.layers for piece in copy_pieces(TINY, each, (0, 1), (0, 1))]

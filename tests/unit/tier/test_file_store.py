@@ -208,7 +208,7 @@ def test_a_directory_that_others_can_write_is_refused(make: Make, tmp_path: Path
 
 @pytest.mark.parametrize("what", ["all of it", "what is in it"])
 def test_a_directory_that_is_removed_is_noticed_by_whoever_writes_next(make: Make, tmp_path: Path, what: str) -> None:
-    """What was opened is nobody's any more: all that is written to it would be lost, and all that is asked of it absent."""
+    """A store that kept the removed directory open would lose all that it writes, and miss all that it is asked for."""
     store, directory = make(), tmp_path / "store"
     assert put(store, 1) == "stored"
     for path in [directory] if what == "all of it" else list(directory.iterdir()):

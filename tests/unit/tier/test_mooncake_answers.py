@@ -1,4 +1,4 @@
-"""What is made of the answers of Mooncake's store: outcomes, and whether its memory may be used again."""
+"""The answers of Mooncake's store: their outcomes, and whether the memory of a request may be used again."""
 
 from __future__ import annotations
 
