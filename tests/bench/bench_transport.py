@@ -118,10 +118,10 @@ def _verify(bed: _Bed, orders: tuple[np.ndarray, np.ndarray], size_bytes: int) -
 
 def through_kvbridge(transport: Transport, peer: Peer, operations: Operations) -> None:
     """Move operations as a rank worker does; it sleeps for a moment whenever nothing has moved."""
-    transfer = transport.submit(peer, operations, deadline_s=LIMIT_S)
+    transfer: Any = transport.submit(peer, operations, deadline_s=LIMIT_S)
     before = None
     while not (status := transfer.poll()).state.terminal:
-        progress = getattr(transfer, "progress", None)  # what another thread pushes shows none
+        progress = None if transfer.pumped else (transfer._next, transfer._held.operations)
         if progress == before:
             time.sleep(POLL_PAUSE_S)
         before = progress
