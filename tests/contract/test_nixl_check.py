@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,23 +19,10 @@ from kvbridge.transport.nixl.transport import NixlTransport
 from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
 from tests.helpers.shared_buffer import connect
 
+LEFT_OUT = tuple(label for label in BACKENDS if label != "nixl")
 POOL_BYTES = 1 << 20
 MUTATIONS, SEED = 25, 2
 LIMIT_S = 240.0
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Pair]:
-    backend = BACKENDS["nixl"]
-    with (
-        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
-        PeerProcess(backend, Path(path) / "peer", POOL_BYTES) as process,
-    ):
-        transport = backend.create()
-        source = backend.source_buffer(Path(path) / "source", POOL_BYTES)
-        transport.register([source.memory()])
-        yield Pair(transport, source, process, connect(transport, process.endpoint))
-        transport.close()
 
 
 def process_apart(pair: Pair) -> PeerCheck:

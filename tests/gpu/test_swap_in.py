@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
 from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapInShape
 from kvbridge.kernels.swap_in_device import LARGE_BATCH, SMALL_BATCH, CudaSwapIn
+from tests.helpers.gpu import SMALL
 from tests.helpers.swap_in_simulation import SwapInSimulation, selections, step_of
 
 pytestmark = pytest.mark.gpu
-
-SMALL = bool(os.environ.get("KVBRIDGE_GPU_SMALL"))
 
 
 class Pair:

@@ -24,7 +24,7 @@ from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import Backend, Buffer, PeerProcess, wait
 from tests.helpers.gpu import SMALL
 from tests.helpers.gpu_children import child
-from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer, connect
+from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer, connect, operations
 
 pytestmark = pytest.mark.gpu
 
@@ -37,10 +37,6 @@ WAITING = LocalSettings(registration_wait_s=LIMIT_S)
 def shm() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
         yield Path(path)
-
-
-def one(source: int, destination: int, length: int) -> Operations:
-    return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
 
 
 @pytest.mark.parametrize(
@@ -86,8 +82,7 @@ def test_one_submission_to_both_kinds_of_memory_and_of_any_length(device: int, s
             rows.append((source.address + offset, goal.address + offset + shift, length))
             expected[goal.address][offset + shift : offset + shift + length] = content[offset : offset + length]
             offset += length + 32
-    operations = Operations(*(column.copy() for column in np.array(rows, dtype=np.uint64).T))
-    assert wait(writer.submit(peer, operations, deadline_s=LIMIT_S)).state is TransferState.DONE
+    assert wait(writer.submit(peer, operations(*rows), deadline_s=LIMIT_S)).state is TransferState.DONE
     for goal in (pool, target):
         np.testing.assert_array_equal(goal.read(), expected[goal.address])
     writer.close()
@@ -108,7 +103,7 @@ def test_operations_up_to_the_border_of_two_registrations(
     reader.register([pool.memory(0, 4 * MIB), pool.memory(4 * MIB)])
     peer = connect(writer, reader.endpoint())
     for offset in (3 * MIB, 4 * MIB):
-        near = one(source.address, pool.address + offset, MIB)
+        near = operations((source.address, pool.address + offset, MIB))
         assert wait(writer.submit(peer, near, deadline_s=LIMIT_S)).state is TransferState.DONE
     assert (pool.read(3 * MIB, 2 * MIB) == 9).all()
     assert not pool.read(0, 3 * MIB).any()
@@ -210,7 +205,7 @@ def test_memory_of_a_peer_that_was_killed_can_still_be_written(device: int, shm:
         bed.source.fill(5)
         bed.move()
         bed.check()
-        small = one(bed.source.address, pool.address, MIB)
+        small = operations((bed.source.address, pool.address, MIB))
         assert wait(bed.transport.submit(other, small, deadline_s=LIMIT_S)).state is TransferState.DONE
         assert (pool.read() == 5).all()
         bed.transport.disconnect(bed.peer)
@@ -227,7 +222,9 @@ def test_letting_go_of_a_peer_gives_everything_back(device: int, shm: Path) -> N
         reader = LocalTransport(WAITING, epoch=epoch)
         reader.register([pool.memory(), target.memory()])
         peer = connect(writer, reader.endpoint())
-        assert wait(writer.submit(peer, one(source.address, pool.address, MIB), deadline_s=LIMIT_S)).state.terminal
+        assert wait(
+            writer.submit(peer, operations((source.address, pool.address, MIB)), deadline_s=LIMIT_S)
+        ).state.terminal
         assert not reader.revoked(epoch + 1)
         writer.disconnect(peer)
         reader.close()

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
@@ -130,6 +131,11 @@ class DeviceBuffer:
 
 LIMIT_S = 30.0
 PAUSE_S = 0.0005
+
+
+def operations(*rows: tuple[int, int, int]) -> Operations:
+    """Operations from (source, destination, bytes)."""
+    return Operations(*(column.copy() for column in np.array(rows, dtype=np.uint64).reshape(-1, 3).T))
 
 
 def connect(transport: Transport, endpoint: Endpoint) -> Peer:

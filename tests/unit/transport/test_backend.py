@@ -18,7 +18,7 @@ from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.threads import Call
-from tests.helpers.shared_buffer import connect
+from tests.helpers.shared_buffer import connect, operations
 
 HERE, THERE, SIZE = 1 << 20, 1 << 30, 1 << 16
 
@@ -85,10 +85,6 @@ def extent(address: int, kind: MemoryKind = MemoryKind.DRAM) -> Extent:
     return Extent(address=address, length_bytes=SIZE, kind=kind, label="pool")
 
 
-def one(source: int, destination: int, length: int = 64) -> Operations:
-    return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
-
-
 @pytest.fixture
 def plain() -> Plain:
     made = Plain()
@@ -99,17 +95,17 @@ def plain() -> Plain:
 def test_what_is_submitted_is_checked_first(plain: Plain) -> None:
     peer = connect(plain, plain.endpoint())
     with pytest.raises(InvalidInputError, match="leave the registered memory of this process"):
-        plain.submit(peer, one(THERE, THERE), deadline_s=1.0)
+        plain.submit(peer, operations((THERE, THERE, 64)), deadline_s=1.0)
     with pytest.raises(InvalidInputError, match="leave the registered memory of peer"):
-        plain.submit(peer, one(HERE, HERE), deadline_s=1.0)
+        plain.submit(peer, operations((HERE, HERE, 64)), deadline_s=1.0)
     with pytest.raises(InvalidInputError, match="4097 bytes is longer than max_operation_bytes"):
-        plain.submit(peer, one(HERE, THERE, 4097), deadline_s=1.0)
+        plain.submit(peer, operations((HERE, THERE, 4097)), deadline_s=1.0)
     with pytest.raises(InvalidInputError, match="not connected to this plain transport"):
-        plain.submit(Peer(), one(HERE, THERE), deadline_s=1.0)
-    plain.submit(peer, Operations(*(np.empty(0, dtype=np.uint64) for _ in range(3))), deadline_s=1.0)
+        plain.submit(Peer(), operations((HERE, THERE, 64)), deadline_s=1.0)
+    plain.submit(peer, operations(), deadline_s=1.0)
     plain.close()
     with pytest.raises(TransportError, match="closed"):
-        plain.submit(peer, one(HERE, THERE), deadline_s=1.0)
+        plain.submit(peer, operations((HERE, THERE, 64)), deadline_s=1.0)
 
 
 def require(extents: Extents, *ranges: tuple[int, int]) -> None:

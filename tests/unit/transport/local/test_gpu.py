@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import weakref
 
-import numpy as np
 import pytest
 
 from kvbridge.core.errors import TransportError
@@ -21,27 +20,6 @@ from tests.helpers.manual_clock import ManualClock
 
 SIZE = 64
 ROUTE = Route(Way.KERNEL, 0, over_host_link=True)
-KEPT: list[np.ndarray] = []
-"""Operations are bare addresses, so what they point to has to be kept until a test is over."""
-
-
-@pytest.fixture(autouse=True)
-def keep():
-    yield
-    KEPT.clear()
-
-
-def blocks(count: int) -> tuple[Operations, np.ndarray, np.ndarray]:
-    source = np.random.default_rng(0).integers(1, 256, count * SIZE, dtype=np.uint8)
-    target = np.zeros_like(source)
-    KEPT.extend((source, target))
-    steps = np.arange(count, dtype=np.uint64) * np.uint64(SIZE)
-    lengths = np.full(count, SIZE, dtype=np.uint64)
-    return (
-        Operations(steps + np.uint64(source.ctypes.data), steps + np.uint64(target.ctypes.data), lengths),
-        source,
-        target,
-    )
 
 
 class Undone(Closing):
@@ -74,7 +52,7 @@ class World:
         return self.copier.begin(route, operations, peer="p", deadline_s=deadline_s, **more)
 
 
-def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices() -> None:
+def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices(blocks) -> None:
     world = World()
     operations, source, target = blocks(100)
     transfer = world.begin(operations)
@@ -94,7 +72,7 @@ def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices(
     assert [len(part) for part in prompt.stream.started] == [1, 3, 3, 3], "few first, so that the device begins at once"
 
 
-def test_transfers_share_a_stream() -> None:
+def test_transfers_share_a_stream(blocks) -> None:
     world = World()
     for transfer in [world.begin(blocks(100)[0]) for _ in range(2)]:
         transfer.poll()
@@ -102,7 +80,7 @@ def test_transfers_share_a_stream() -> None:
     assert len(world.stream.started) == STREAM_SLICES
 
 
-def test_abort_starts_nothing_further_and_memory_is_kept_until_the_device_is_quiet() -> None:
+def test_abort_starts_nothing_further_and_memory_is_kept_until_the_device_is_quiet(blocks) -> None:
     world, kept = World(), Kept()
     seen = weakref.ref(kept)
     operations, _, target = blocks(100)
@@ -123,7 +101,7 @@ def test_abort_starts_nothing_further_and_memory_is_kept_until_the_device_is_qui
     assert seen() is None
 
 
-def test_a_device_that_does_not_finish_is_not_quiet_and_keeps_its_memory() -> None:
+def test_a_device_that_does_not_finish_is_not_quiet_and_keeps_its_memory(blocks) -> None:
     world, kept = World(), Kept()
     seen = weakref.ref(kept)
     transfer = world.begin(blocks(100)[0], keep_alive=kept)
@@ -145,7 +123,7 @@ def test_a_device_that_does_not_finish_is_not_quiet_and_keeps_its_memory() -> No
     assert transfer.poll() == status
 
 
-def test_a_device_that_has_failed_is_not_quiet_at_once() -> None:
+def test_a_device_that_has_failed_is_not_quiet_at_once(blocks) -> None:
     world = World()
     transfer = world.begin(blocks(100)[0])
     transfer.poll()
@@ -155,7 +133,7 @@ def test_a_device_that_has_failed_is_not_quiet_at_once() -> None:
     assert "illegal memory access" in status.error
 
 
-def test_a_slice_that_was_refused_is_waited_for_and_not_confirmed() -> None:
+def test_a_slice_that_was_refused_is_waited_for_and_not_confirmed(blocks) -> None:
     """An engine that refuses a batch may have taken a part of it."""
     world = World()
     transfer = world.begin(blocks(100)[0])
@@ -171,7 +149,7 @@ def test_a_slice_that_was_refused_is_waited_for_and_not_confirmed() -> None:
     assert sorted(index for part in status.unconfirmed for index in range(100)[part]) == [*range(16, 100)]
 
 
-def test_nothing_is_started_before_the_memory_is_registered() -> None:
+def test_nothing_is_started_before_the_memory_is_registered(blocks) -> None:
     gate, world = threading.Event(), World()
 
     def register(_: object):
@@ -194,7 +172,7 @@ def test_nothing_is_started_before_the_memory_is_registered() -> None:
     assert transfer.poll().state is TransferState.DONE
 
 
-def test_closing_says_so_when_a_device_does_not_finish() -> None:
+def test_closing_says_so_when_a_device_does_not_finish(blocks) -> None:
     """Also what a transfer had started that has ended without being quiet."""
     world = World()
     transfer = world.begin(blocks(100)[0])
@@ -211,7 +189,7 @@ def test_closing_says_so_when_a_device_does_not_finish() -> None:
     assert world.stream.closed
 
 
-def test_closing_does_not_wait_for_a_device_that_has_failed() -> None:
+def test_closing_does_not_wait_for_a_device_that_has_failed(blocks) -> None:
     world = World()
     world.begin(blocks(100)[0]).poll()
     world.stream.broken = True

@@ -13,7 +13,6 @@ import pytest
 from kvbridge.config.transports import LocalSettings
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.local.transport import LocalTransport
@@ -34,10 +33,6 @@ def writer():
     made = LocalTransport(LocalSettings())
     yield made
     made.close()
-
-
-def one(source: int, destination: int, length: int) -> Operations:
-    return Operations(*(np.array([value], dtype=np.uint64) for value in (source, destination, length)))
 
 
 def private(array: np.ndarray) -> Extent:

@@ -18,7 +18,6 @@ from structlog.testing import capture_logs
 from kvbridge.config.transports import LocalSettings
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
@@ -33,7 +32,7 @@ from tests.contract.harness import wait
 from tests.helpers.cluster import eventually
 from tests.helpers.fake_cuda import FakeStream
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.shared_buffer import SharedBuffer, connect
+from tests.helpers.shared_buffer import SharedBuffer, connect, operations
 
 SIZE = 1 << 20
 BELOW = 4096
@@ -134,10 +133,6 @@ def make(tmp_path: Path):
     yield build
     for transport in made:
         transport.close()
-
-
-def operations(*rows: tuple[int, int, int]) -> Operations:
-    return Operations(*(column.copy() for column in np.array(rows, dtype=np.uint64).T))
 
 
 @pytest.mark.parametrize(("length", "way"), [(BELOW - 1, Way.KERNEL), (3 * BELOW, Way.ENGINES)])

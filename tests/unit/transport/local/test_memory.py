@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 
-import numpy as np
 import pytest
 
 from kvbridge.core.plan.operations import Operations
@@ -87,27 +86,6 @@ def test_closing_meanwhile_ends_it_with_the_present_piece() -> None:
 
 
 SLICE = 1 << 16
-KEPT: list[np.ndarray] = []
-"""Operations are bare addresses, so what they point to has to be kept until a test is over."""
-
-
-@pytest.fixture(autouse=True)
-def keep():
-    yield
-    KEPT.clear()
-
-
-def blocks(count: int, size: int = SLICE) -> tuple[Operations, np.ndarray, np.ndarray]:
-    source = np.random.default_rng(0).integers(1, 256, count * size, dtype=np.uint8)
-    target = np.zeros_like(source)
-    KEPT.extend((source, target))
-    steps = np.arange(count, dtype=np.uint64) * np.uint64(size)
-    lengths = np.full(count, size, dtype=np.uint64)
-    return (
-        Operations(steps + np.uint64(source.ctypes.data), steps + np.uint64(target.ctypes.data), lengths),
-        source,
-        target,
-    )
 
 
 def copying(
@@ -118,8 +96,8 @@ def copying(
     return made
 
 
-def test_slices_hold_as_many_operations_as_fit() -> None:
-    operations, source, target = blocks(10)
+def test_slices_hold_as_many_operations_as_fit(blocks) -> None:
+    operations, source, target = blocks(10, SLICE)
     transfer = copying(operations, 3 * SLICE)
     transfer.push()
     assert (target[: 3 * SLICE] == source[: 3 * SLICE]).all()

@@ -67,6 +67,16 @@ def writes(agent: ScriptedAgent) -> _Writes:
     return _Writes(agent, peer, Extents("us", known), operations)
 
 
+def test_each_pair_of_memory_kinds_is_a_request_and_rows_name_their_devices(
+    writes: _Writes, agent: ScriptedAgent
+) -> None:
+    writes.start(0, 4)
+    found = [(local[0], remote[0], local[1][:, 2].tolist(), remote[1][:, 2].tolist()) for local, remote in agent.posted]
+    host, device = MemoryKind.DRAM, MemoryKind.VRAM
+    assert found == [(host, host, [0, 0], [0, 0]), (host, device, [0], [3]), (device, host, [3], [0])]
+    assert agent.posted[0][0][1][:, 0].tolist() == [0x1000, 0x1FF0]
+
+
 def test_refused_first_request_started_nothing(writes: _Writes, agent: ScriptedAgent) -> None:
     agent.refusals = {0: TransportError("refused")}
     with pytest.raises(TransportError, match="refused"):
