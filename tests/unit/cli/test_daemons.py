@@ -46,14 +46,16 @@ def open_to_all(path: Path) -> Path:
 
 @pytest.mark.outside
 def test_what_is_missing_or_held_now_may_be_there_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A service manager starts such a daemon again; after a wrong configuration it does not."""
-    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    missing, empty, short = tmp_path / "missing", tmp_path / "empty", tmp_path / "short.key"
     empty.touch()
+    short.write_text("k" * 39)
+    short.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        found = [
+        unavailable = [
             raised(lambda: _listen("127.0.0.1", port)),
             raised(lambda: _listen("192.0.2.1", 0)),
             raised(lambda: read_secret(None, missing, key="http.token_file")),
@@ -68,23 +70,12 @@ def test_what_is_missing_or_held_now_may_be_there_at_the_next_start(
             bind_error("tcp://192.0.2.1:7801", 99, "Cannot assign requested address"),
             ConflictError("another process serves worker.sock"),
         ]
-    assert {str(error): code_of(error, monkeypatch) for error in found} == {
-        str(error): EXIT_UNAVAILABLE for error in found
-    }
-
-
-def test_what_is_wrong_stays_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = tmp_path / "short.key"
-    short.write_text("k" * 39)
-    short.chmod(0o600)
-    found = [
+    wrong = [
         ConfigError("the configuration is wrong"),
         raised(lambda: load_keys(short)),
         bind_error("tcp://127.0.0.1:1", 13, "Permission denied"),
     ]
-    assert [code_of(error, monkeypatch) for error in found] == [EXIT_CONFIG] * 3
-
-
-def test_a_daemon_that_cannot_go_on_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(PeerError("its workers cannot be started"), monkeypatch) == EXIT_FAILED
+    broken = [PeerError("its workers cannot be started")]
+    for code, errors in ((EXIT_UNAVAILABLE, unavailable), (EXIT_CONFIG, wrong), (EXIT_FAILED, broken)):
+        assert {str(error): code_of(error, monkeypatch) for error in errors} == dict.fromkeys(map(str, errors), code)
     assert "daemon_failed" in "".join(capsys.readouterr())

@@ -81,13 +81,10 @@ def test_all_mistakes_are_listed_at_once():
     assert all(part in text for part in ("http.port", "timeouts.drain_s", "--set nonsense", "KVBRIDGE_X"))
 
 
-def test_a_wrong_secret_is_not_shown():
+def test_a_wrong_secret_is_not_shown_and_an_empty_one_refused():
     text = mistake(overrides=["http.token=[hunter2]"])
     assert "http.token" in text
     assert "hunter2" not in text
-
-
-def test_an_empty_token_is_refused():
     assert "token is empty" in mistake(**{"http.token": " "})
 
 
@@ -112,7 +109,7 @@ def test_what_begins_a_list_in_the_environment_must_be_one():
 
 
 def test_what_stands_behind_a_token_is_not_shown_to_others(tmp_path):
-    """One file may be the `http.token_file` of daemons and the `token_file` of what calls them."""
+    """One file may be the `http.token_file` of daemons and the `token_file` of their callers."""
     file = tmp_path / "token"
     file.write_text("abc namespaces=*\nsecond namespaces=acme\nthird\n")
     section = TokenConfig(token_file=file)

@@ -62,34 +62,32 @@ async def test_members_and_codes_of_later_releases_are_understood():
     assert error_of(409, httpx.Response(409, json=problem).content, source="d").code == "conflict"
 
 
-async def test_the_calls_of_a_daemon():
-    async with daemon(FakeRooms()) as client:
+async def test_the_calls_of_a_daemon_and_that_it_is_not_ready_is_an_answer():
+    status = FakeStatus()
+    status.ready = Readiness(ready=False, reasons=("starting",))
+    async with daemon(FakeRooms(), status) as client:
         assert (await client.admit("http://d/", AdmissionRequest(room=4, prompt_tokens=9))).room == 4
         assert (await client.report("http://d", 4)).state is RoomState.ADMITTED
         assert (await client.cancel("http://d", 4, "a & b", generation=1)).reason == "a & b"
         assert await client.incarnation("http://d/") == "incarnation-1"
-
-
-async def test_readiness_is_an_answer_even_when_it_is_no():
-    status = FakeStatus()
-    status.ready = Readiness(ready=False, reasons=("starting",))
-    async with daemon(FakeRooms(), status) as client:
         assert (await client.ask(Readiness, "GET", "http://d/ready")).reasons == ("starting",)
 
 
-async def test_a_daemon_that_refuses_our_token_is_not_the_callers_fault():
-    async with daemon(FakeRooms(), token="wrong") as client:
-        with pytest.raises(PeerError, match=r"daemons\.token_file"):
-            await client.admit("http://d", AdmissionRequest(prompt_tokens=9))
-        with pytest.raises(UnauthorizedError):
-            await client.incarnation("http://d")
-
-
-async def test_a_daemon_that_does_not_let_our_token_name_a_namespace_is_not_the_callers_fault():
-    """Its caller may: bootstrap has looked at that itself."""
-    async with daemon(FakeRooms()) as client:
-        with pytest.raises(PeerError, match=r"'acme'.*the daemons' http\.token_file needs namespaces=\*"):
-            await client.admit("http://d", AdmissionRequest(prompt_tokens=9, namespace="acme"))
+@pytest.mark.parametrize(
+    ("token", "namespace", "cure"),
+    [
+        ("wrong", "", r"daemons\.token_file"),
+        ("t", "acme", r"'acme'.*the daemons' http\.token_file needs namespaces=\*"),
+    ],
+)
+async def test_a_daemon_that_refuses_our_token_is_not_the_callers_fault(token: str, namespace: str, cure: str):
+    """Bootstrap has checked itself which namespaces its caller may name."""
+    async with daemon(FakeRooms(), token=token) as client:
+        with pytest.raises(PeerError, match=cure):
+            await client.admit("http://d", AdmissionRequest(prompt_tokens=9, namespace=namespace))
+        if token == "wrong":
+            with pytest.raises(UnauthorizedError):
+                await client.incarnation("http://d")
 
 
 async def test_no_answer_is_a_deadline_with_a_name():
