@@ -1,1 +1,1 @@
-"""The HTTP APIs: applications, the server that runs them, and clients for both."""
+"""The HTTP APIs: applications, and the server that runs them."""

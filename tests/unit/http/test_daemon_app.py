@@ -88,7 +88,7 @@ async def test_a_wrong_body_is_refused_with_its_faults(http, body, expected):
     assert expected in problem(response, 400, "invalid_input")["detail"]
 
 
-async def test_waiting(http, rooms):
+async def test_a_wait_is_served_up_to_its_limit(http, rooms):
     await http.post("/v1/requests", json={"room": 3, "prompt_tokens": 5})
     assert (await http.get("/v1/requests/3?wait=2&until=committed&until=claimed")).status_code == 200
     await http.get("/v1/requests/3?wait=1.5")
