@@ -212,9 +212,10 @@ class _RoomSpans:
                 ended.append((fact.engine, begun_s.pop(fact.engine), at_s, ""))
         error = last.reason or last.state.value
         ended += [(engine, at_s, self._timeline.entered_s, error) for engine, at_s in begun_s.items()]
-        for engine, begin_s, end_s, why in ended if above is not None else ():
-            about = self._about | {"kvbridge.engine": engine}
-            yield Span("publish", above.child(f"publish {engine}"), begin_s, end_s, about, error=why)
+        for engine, begin_s, end_s, why in ended:
+            if above is not None:
+                about = self._about | {"kvbridge.engine": engine}
+                yield Span("publish", above.child(f"publish {engine}"), begin_s, end_s, about, error=why)
 
     def _verification(self, room: TraceContext) -> Iterator[Span]:
         """Return the comparison of checksums: no state of a room, but a part of the wait for the commit."""

@@ -389,7 +389,7 @@ def control_group_limits(proc: Path = PROC, root: Path = CGROUP_ROOT) -> list[Me
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    found: list[MemoryLimit] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
