@@ -95,20 +95,18 @@ def test_kinds_that_peers_make_up_cannot_fill_the_memory():
     assert len(left_out) == 1_000 - MAX_KINDS - 1
 
 
-def test_an_engines_standard_output_is_its_own(capsys):
-    structlog.reset_defaults()
-    leave_standard_output()
-    structlog.get_logger("kvbridge.engine").warning("deferred_call_failed", call="release of room 3")
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "deferred_call_failed" in printed.err
-
-
 @pytest.fixture
 def engines_logs():
     """Logging as in an engine's process where nobody has set it up."""
     structlog.reset_defaults()
     leave_standard_output()
+
+
+def test_an_engines_standard_output_is_its_own(engines_logs, capsys):
+    structlog.get_logger("kvbridge.engine").warning("deferred_call_failed", call="release of room 3")
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "deferred_call_failed" in printed.err
 
 
 def test_an_engine_goes_on_when_nobody_reads_its_standard_error(engines_logs, monkeypatch):
@@ -124,9 +122,8 @@ def test_what_an_engine_logs_of_an_error_shows_no_values(engines_logs, capsys):
     def fail(prompt):
         raise RuntimeError(f"{len(prompt)} tokens are too many")
 
-    prompt = list(range(123_456, 123_460))
     try:
-        fail(prompt)
+        fail(list(range(123_456, 123_460)))
     except RuntimeError as error:
         structlog.get_logger("kvbridge.engine").error("hook_failed", exc_info=error)
     printed = capsys.readouterr().err

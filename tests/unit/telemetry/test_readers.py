@@ -119,13 +119,10 @@ def test_an_ended_room_is_counted_with_the_code_of_its_first_cause(counted: Coun
     assert counted.sample("kvbridge_rooms_ended_by_limit_total", limit="timeouts.offer_s") == 1
 
 
-def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> None:
+def test_a_node_is_registered_as_far_as_its_slowest_rank_and_cached_tokens_are_counted(counted: Counted) -> None:
     for rank, share in ((R0, 0.5), (R1, 0.25), (R0, 1.0)):
         counted.events.emit(MemoryRegistered(rank=rank, share=share))
     assert counted.sample("kvbridge_registration_progress_ratio") == 0.25
-
-
-def test_what_was_cached_is_counted(counted: Counted) -> None:
     counted.events.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88))
     assert counted.sample("kvbridge_prefix_tokens_total", outcome="hit") == 512
     assert counted.sample("kvbridge_prefix_tokens_total", outcome="miss") == 88
@@ -142,16 +139,10 @@ def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed(coun
         counted.events.emit(late)
         counted.events.emit(OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
     told = {"event": "room_ended", **ROOM, "peer_name": "decode-0/node-0", **about}
+    why = {"code": "deadline", "reason": "late", "limit": "timeouts.room_s"}
     assert lines == [
         {**told, "log_level": "info", "state": "completed", **ids},
-        {
-            **told,
-            "log_level": "warning",
-            "state": "failed",
-            "code": "deadline",
-            "reason": "late",
-            "limit": "timeouts.room_s",
-        },
+        {**told, "log_level": "warning", "state": "failed", **why},
     ]
 
 

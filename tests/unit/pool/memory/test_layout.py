@@ -62,23 +62,13 @@ def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(
         assert max(begins) + alike[-1].page_bytes <= home.address + home.length_bytes
 
 
-TWIN_COUNTS = {IndexSpace.FULL_COPY: 30, IndexSpace.SWA_COPY: 4}
-
-
-def test_no_manifest_ever_names_twins():
-    placement = copy_placement(FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=TWIN_COUNTS)
+def test_no_manifest_ever_names_host_copies():
+    counts = {IndexSpace.FULL_COPY: 30, IndexSpace.SWA_COPY: 4}
+    placement = copy_placement(FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=counts)
+    regions, rank = placement.regions_at([1 << 40]), Rank(pp=0, tp=0)
+    manifest = RankManifest(fingerprint=fingerprint(FLASH), rank=rank, pp_size=1, tp_size=1, regions=regions)
     with pytest.raises(InvalidInputError, match=r"c4_kv layer 2 \(twin\): its page ids count space 'full_twin'"):
-        check_manifest(manifest_of(placement), FLASH)
-
-
-def manifest_of(placement: Placement) -> RankManifest:
-    return RankManifest(
-        fingerprint=fingerprint(FLASH),
-        rank=Rank(pp=0, tp=0),
-        pp_size=1,
-        tp_size=1,
-        regions=placement.regions_at([1 << 40]),
-    )
+        check_manifest(manifest, FLASH)
 
 
 def test_what_cannot_live_on_the_host_is_refused():
