@@ -123,7 +123,13 @@ def adopted_region(
     rows, the first dimension of any stride; do not move or free them while adopted. `lanes`: the [start, stop) of the component's
     lanes in the tensor. Raises InvalidInputError for another form.
     """
-    kind = component.kind if isinstance(component, Component) else _kind(component)
+    if isinstance(component, Component):
+        kind, space = component.kind, component.space
+    elif component in tuple(ComponentKind):
+        kind = ComponentKind(component)
+        space = _SPACES.get(kind, IndexSpace.FULL)
+    else:
+        raise InvalidInputError(f"'{component}' is no component; the kinds are {', '.join(ComponentKind)}")
     if pages.dtype is not torch.uint8 or pages.ndim != 2 or pages.stride(1) != 1:
         raise InvalidInputError(
             f"{kind} layer {layer}: adopted pages are a uint8 tensor [page_count, page_bytes] with contiguous rows, "
@@ -132,7 +138,7 @@ def adopted_region(
     return Region(
         component=kind,
         layer=layer,
-        space=component.space if isinstance(component, Component) else _SPACES.get(kind, IndexSpace.FULL),
+        space=space,
         memory=MemoryKind.VRAM if pages.is_cuda else MemoryKind.DRAM,
         device=pages.device.index or 0,
         extent_addresses=(pages.data_ptr(),),
@@ -143,13 +149,6 @@ def adopted_region(
         lane_start=lanes[0],
         lane_stop=lanes[1],
     )
-
-
-def _kind(name: str) -> ComponentKind:
-    try:
-        return ComponentKind(name)
-    except ValueError:
-        raise InvalidInputError(f"'{name}' is no component; the kinds are {', '.join(ComponentKind)}") from None
 
 
 class AdoptedWorker:

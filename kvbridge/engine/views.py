@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from types import SimpleNamespace
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +89,13 @@ class RegionView:
     """
 
     def __init__(self, component: Component, region: Region) -> None:
-        _check_form(component, region)
+        needed = component.page_bytes(region.lanes)
+        if region.page_bytes < needed or region.lane_stop > component.lanes:
+            raise InvalidInputError(
+                f"{region.component} layer {region.layer}: pages of {region.page_bytes} bytes with lanes "
+                f"[{region.lane_start}, {region.lane_stop}) do not fit a component of {component.lanes} lanes and pages of "
+                f"{needed} bytes; the region was made for another geometry"
+            )
         self.component = component
         self.region = region
         self.row_bytes = region.lanes * component.row_bytes
@@ -301,45 +308,19 @@ def parts_of(
                     yield Part(rank, component.kind, layer, slice(rows.start, rows.stop), view, view.table(tables))
 
 
-def _check_form(component: Component, region: Region) -> None:
-    needed = component.page_bytes(region.lanes)
-    if region.page_bytes < needed or region.lane_stop > component.lanes:
-        raise InvalidInputError(
-            f"{region.component} layer {region.layer}: pages of {region.page_bytes} bytes with lanes "
-            f"[{region.lane_start}, {region.lane_stop}) do not fit a component of {component.lanes} lanes and pages of "
-            f"{needed} bytes; the region was made for another geometry"
-        )
-
-
 def _extents(region: Region, word_bytes: int) -> list[tuple[torch.Tensor, int]]:
     """Return each extent as (its memory in words, pages in it); the last one may hold fewer pages."""
-    memory = _host_memory if region.memory is MemoryKind.DRAM else _device_memory
-    return [
-        (memory(address, length_bytes // word_bytes, word_bytes, region), pages)
-        for address, pages, length_bytes in region.extents()
-    ]
-
-
-def _host_memory(address: int, words: int, word_bytes: int, _: Region) -> torch.Tensor:
-    buffer = (ctypes.c_uint8 * (words * word_bytes)).from_address(address)
-    return torch.frombuffer(buffer, dtype=_WORDS[word_bytes])
-
-
-def _device_memory(address: int, words: int, word_bytes: int, region: Region) -> torch.Tensor:
-    view = torch.as_tensor(_DeviceArray(address, words, word_bytes), device=torch.device("cuda", region.device))
-    if view.data_ptr() != address:  # torch made a copy, and nobody would see what is written to it
-        raise InvalidInputError(f"{region.label}: {address:#x} is not memory of cuda:{region.device}")
-    return view
-
-
-class _DeviceArray:
-    """Device memory of somebody else, in the form that torch takes over without a copy."""
-
-    def __init__(self, address: int, words: int, word_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False),
-            "shape": (words,),
-            "strides": None,
-            "typestr": _ARRAY_TYPES[word_bytes],
-            "version": 3,
-        }
+    found = []
+    for address, pages, length_bytes in region.extents():
+        words = length_bytes // word_bytes
+        if region.memory is MemoryKind.DRAM:
+            buffer = (ctypes.c_uint8 * (words * word_bytes)).from_address(address)
+            memory = torch.frombuffer(buffer, dtype=_WORDS[word_bytes])
+        else:  # memory of somebody else, in the form that torch takes over without a copy
+            form = {"data": (address, False), "shape": (words,), "strides": None, "typestr": _ARRAY_TYPES[word_bytes]}
+            array = SimpleNamespace(__cuda_array_interface__=form | {"version": 3})
+            memory = torch.as_tensor(array, device=torch.device("cuda", region.device))
+            if memory.data_ptr() != address:  # torch made a copy, and nobody would see what is written to it
+                raise InvalidInputError(f"{region.label}: {address:#x} is not memory of cuda:{region.device}")
+        found.append((memory, pages))
+    return found

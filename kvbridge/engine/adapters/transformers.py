@@ -193,8 +193,15 @@ def sparse_cache(config: Any, codec: CacheCodec, store: SparseCache | None = Non
 
 def hook_indexers(model: Model) -> list[Any]:
     """Make every indexer of a model hand its selection to the `SparseLayer`. Leaves dense caches alone. Returns the hooks."""
+
+    def select(_: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], top_k: torch.Tensor) -> Any:  # noqa: ANN401
+        cache = named.get(CACHE_ARGUMENT, arguments[3] if len(arguments) > 3 else None)
+        layer = named.get("layer_idx", arguments[4] if len(arguments) > 4 else None)
+        held = cache.layers[layer] if cache is not None else None
+        return held.select(top_k) if isinstance(held, SparseLayer) else None  # None leaves the result unchanged
+
     indexers = [module for name, module in model.named_modules() if name.endswith(".compressor.indexer")]
-    return [module.register_forward_hook(_select, with_kwargs=True) for module in indexers]
+    return [module.register_forward_hook(select, with_kwargs=True) for module in indexers]
 
 
 class SparseDecoder(Closing):
@@ -243,11 +250,3 @@ class SparseDecoder(Closing):
         """Take the hooks off the model. The owner closes the hot buffer."""
         for hook in self._hooks:
             hook.remove()
-
-
-def _select(_: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], top_k: torch.Tensor) -> Any:  # noqa: ANN401
-    """Find the cache and the layer's number among the indexer's arguments. None leaves its result unchanged."""
-    cache = named.get(CACHE_ARGUMENT, arguments[3] if len(arguments) > 3 else None)
-    layer = named.get("layer_idx", arguments[4] if len(arguments) > 4 else None)
-    held = cache.layers[layer] if cache is not None else None
-    return held.select(top_k) if isinstance(held, SparseLayer) else None

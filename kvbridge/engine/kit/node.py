@@ -168,20 +168,16 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
         merge_config(PrefillConfig, sources) if place.role is Role.PREFILL else merge_config(DecodeConfig, sources)
     )
     config, values = merged
-    if _is_open(config) and config.control.curve.secret_key_file is None and not config.insecure:
+    hosts = [config.control.host] if isinstance(config, PrefillConfig) else []
+    if TransportName.MOONCAKE in config.transports.order:
+        hosts.append(config.transports.mooncake.host)
+    is_open = not all(map(is_loopback, hosts))
+    if is_open and config.control.curve.secret_key_file is None and not config.insecure:
         refuse(
             "it can be reached from other hosts and has no keys, so that anybody there could read and write KV caches: give it "
             f"keys ({place.product.settings}: control.curve), keep it on this host, or set insecure to true"
         )
     return config, values
-
-
-def _is_open(config: PrefillConfig | DecodeConfig) -> bool:
-    """Whether peers on other hosts can reach the node."""
-    hosts = [config.control.host] if isinstance(config, PrefillConfig) else []
-    if TransportName.MOONCAKE in config.transports.order:
-        hosts.append(config.transports.mooncake.host)
-    return not all(map(is_loopback, hosts))
 
 
 class WrittenNode(NamedTuple):
