@@ -165,7 +165,7 @@ class DeferredCalls:
             self.send_due()
         if self._unproved:
             raise TransportError(
-                f"the GPU failed before it was known to be through with: {', '.join(self._unproved)}; the node uses those pages "
+                f"the GPU failed before it was known to have finished: {', '.join(self._unproved)}; the node uses those pages "
                 "again when this process has ended"
             )
 

@@ -383,7 +383,7 @@ def _unless_failed(server: Server, answer: Answer) -> Answer:
     """Return an unsuccessful answer that is for the client; for any other, raise FailedAttemptError."""
     if _is_clients_mistake(answer.status):
         return answer
-    why = f"answered {answer.status}: {answer.first[:300].decode(errors='replace').strip() or 'without a word'}"
+    why = f"answered {answer.status}: {answer.first[:300].decode(errors='replace').strip() or 'with an empty body'}"
     busy = answer.status == HTTPStatus.TOO_MANY_REQUESTS
     raise FailedAttemptError(server, "busy" if busy else "status", why, answer=answer if busy else None)
 

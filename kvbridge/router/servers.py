@@ -248,7 +248,7 @@ def _failures_named(method: str, url: str) -> Iterator[None]:
     except (httpx.HTTPError, aiohttp.ClientError, OSError, httpx.InvalidURL, ValueError) as error:
         refused = True
         if isinstance(error, httpx.InvalidURL | ValueError):  # httpx, aiohttp and the look-up of names refuse the URL
-            why = f": nobody can ask there: {type(error).__name__}: {error}"
+            why = f": it cannot be sent there: {type(error).__name__}: {error}"
         elif is_refused_connection(error):
             why = ": nobody listens there"
         elif isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):

@@ -137,7 +137,7 @@ class DecodeRooms(RoomsOfRole):
             room, named = next(iter(self._withdrawals.items()))
             if not self._say(FetchCall, room, **named):
                 return
-            self._give_up(room, "decode does not come for it")
+            self._give_up(room, "decode does not fetch it")
             del self._withdrawals[room]
 
     def arrived(self, request: Request) -> None:

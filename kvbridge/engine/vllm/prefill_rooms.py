@@ -347,7 +347,7 @@ class PrefillRooms(RoomsOfRole):
             self._say(Finish, paired.room)
             return True
         log.info("not_paired", request=paired.request.id, room=paired.room, reason="not held" if well else "aborted")
-        self._give_up(paired.room, "its prompt is not all there" if well else "its request was aborted")
+        self._give_up(paired.room, "its prompt is not complete" if well else "its request was aborted")
         if not paired.blocks:
             self._forget(paired)
         return bool(paired.blocks)

@@ -27,7 +27,7 @@ from kvbridge.engine.vllm.stats import TransferStats
 
 ROOMS_REMEMBERED = 65_536
 """Limit of remembered rooms. A request that names a remembered room of another request computes its prompt itself."""
-NO_NODE = "there is no node process to ask; it is started again"
+NO_NODE = "there is no node process; it is being started again"
 
 
 class RoomsOfRole(ABC):

@@ -53,7 +53,7 @@ def test_a_gpu_that_fails_does_not_hold_the_others_up():
     calls.ready["first"] = True
     calls.deferred.send_due()
     assert calls.sent == ["first", "next"]
-    with pytest.raises(TransportError, match="known to be through with: release of room 1; the node uses those pages"):
+    with pytest.raises(TransportError, match="known to have finished: release of room 1; the node uses those pages"):
         calls.deferred.finish(5.0)
 
 
