@@ -174,8 +174,8 @@ class PageStore:
             outcomes[index] = outcome
         bad = {each.name: outcome for each, outcome in zip(request.objects, outcomes, strict=False) if outcome in BAD}
         if bad:
-            first, outcome = next(iter(bad.items()))
-            log.warning("store_objects_refused", objects=len(bad), first=first, outcome=outcome.value)
+            name, outcome = next(iter(bad.items()))
+            log.warning("store_objects_refused", objects=len(bad), first=name, outcome=outcome.value)
             self.store.remove([*bad], until_s)
         if settled:  # else the store may still look at the trailers
             self._free.put(trailers)
@@ -231,8 +231,8 @@ class _Request:
 def main(arguments: list[str] | None = None) -> int:
     """Serve until the pipe ends. Returns the exit code."""
     # Signals that end services are the node's, which ends this process when its pages are settled.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="kvbridge store process")
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--log-level", default="info")
