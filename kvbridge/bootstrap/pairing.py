@@ -112,8 +112,8 @@ class PairingService:
 
         `may_name`: the namespaces of the caller; raises NamespaceError for another one. Raises ConflictError when the room is in
         use; CapacityError (NotReadyError, ClientLimitError) when nobody can take the room now, or within its `wait_s`, or the store
-        does not answer; FingerprintMismatchError, InvalidInputError; DeadlineError after `timeouts.pair_s`. Raises CapacityError at
-        once while `max_under_way` others are being paired: if this process took on more than it can do, none would end in time.
+        does not answer, and at once while `max_under_way` others are being paired: with more than it can do, this process would end
+        none in time; FingerprintMismatchError, InvalidInputError; DeadlineError after `timeouts.pair_s`.
         """
         begun_s, outcome, ticket = self._clock(), CANCELLED, None
         try:

@@ -262,8 +262,7 @@ class HostCopier(Closing):
     def wait_layer(self, layer: int, ticket: int, *, stream: int = 0) -> None:
         """Have a stream wait until a copy has made what a layer (its global id) needs; the host does not wait.
 
-        A backup, and a copy by the copy engines, has no groups of layers: the stream waits for all of it. A layer of which nothing
-        is copied needs nothing.
+        A backup, and a copy by the copy engines, has no groups of layers: the stream waits for all of it.
         """
         group = self._groups.get(layer)
         if group is not None:

@@ -146,10 +146,9 @@ class HostCopies:
     def start_backup(self, owner: Owner, keys: Keys, *, at_most: int, min_uses: int = 0) -> Backup | None:
         """Begin to copy the pages of a prompt that are on the device and not on the host, parents first: at most so many pages.
 
-        `min_uses`: only pages that were used so often; the arrival counts. Checkpoints on the way come along, where there are host
-        pages for them. `owner` is new, and has the host pages, leased, until `end_backup`. Returns None when there is nothing to
-        copy, or only pages behind those of another backup. Raises CapacityError when host pages are too few, and nothing has
-        changed then; ConflictError when the owner has pages.
+        `min_uses`: only pages that were used so often; the arrival counts. Checkpoints come along where host pages suffice. `owner`
+        is new, and has the host pages, leased, until `end_backup`. Returns None when nothing can be copied now. Raises
+        CapacityError when host pages are too few, ConflictError when the owner has pages; nothing has changed then.
         """
         path = self.index.match(keys)
         path = path[: self.index.device.depth(path)]
@@ -191,8 +190,8 @@ class HostCopies:
     def end_backup(self, backup: Backup, *, done: bool) -> int:
         """End a backup, once, when its copy is proved to touch nothing any more; return how many pages it brought to the host.
 
-        `done`: the copy is whole on every rank. Host pages that are not needed are free then, except for those that the book has in
-        quarantine. Raises NotFoundError when the backup has been ended.
+        `done`: the copy is whole on every rank. Host pages that are not needed are free then, unless they are in quarantine. Raises
+        NotFoundError when the backup has been ended.
         """
         if self.backups.pop(backup.owner, None) is not backup:
             raise NotFoundError(f"{backup.owner} is not under way (any more)")
@@ -249,8 +248,7 @@ class HostCopies:
         """Keep an owner's pages that hold the pages of `keys[start:]`: host copies and home pages; return how many are new.
 
         `checkpoints`: host copies of checkpoints, by the number of pages before. Nothing is kept unless the pages of `keys[:start]`
-        are on the host. Pages that are not kept stay the owner's. Raises ConflictError unless the owner's pages are held, which
-        proves that nobody writes them any more.
+        are on the host. Pages that are not kept stay the owner's. Raises ConflictError unless the owner's pages are held.
         """
         self.book.cache(owner, {})  # refuses pages that are not held before the index takes anything
         if self.host.depth(self.index.match(keys, at_most=start)) < start:
@@ -335,10 +333,7 @@ class BackupController:
             del self._waiting[next(iter(self._waiting))]
 
     def begin(self, owner: Callable[[], Owner]) -> list[Backup]:
-        """Reserve host pages for the next order, and return its backups; empty when there is nothing to copy now.
-
-        `owner` makes a new owner. Not to be called again before `ended`.
-        """
+        """Reserve host pages for the next order, and return its backups. `owner` makes a new owner. `ended` comes next."""
         started: list[Backup] = []
         in_vain = 0
         if self._clock() < self._not_before_s:
@@ -392,10 +387,7 @@ class BackupController:
         return copies.book.available_pages()[self._space] - on_device_only + 2 * on_way
 
     def ended(self, backups: Sequence[Backup], *, done: bool) -> None:
-        """End the order of these backups. Nothing touches its pages any more, except for those that the book has in quarantine.
-
-        After an order that has failed no other begins for a while.
-        """
+        """End the order of these backups: nothing touches its pages any more, except for those in quarantine."""
         for backup in backups:
             self._copies.end_backup(backup, done=done)
             keys = self._under_way.pop(backup.owner)
@@ -411,8 +403,7 @@ class BackupController:
 def cache_inserted(book: PageBook, index: PrefixIndex, owner: Owner, inserted: Inserted) -> None:
     """Give the pages that the index has taken from an owner to the page cache, or withdraw them from the index.
 
-    Raises ConflictError for pages that are not the owner's own. Logs pages that were left out for their keys: engines that compute
-    keys by the rules never meet that.
+    Raises ConflictError for pages that are not the owner's own. Logs pages that were left out for their keys.
     """
     try:
         book.cache(owner, inserted.pages)

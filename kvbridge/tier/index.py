@@ -190,10 +190,9 @@ class PrefixIndex:
     ) -> Inserted:
         """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be in the same place.
 
-        The pages go to the device, or with `to_host` to the host, as host copies and pages of the home. A page that is known there
-        keeps its first arrival. From the first key on that a page of another path has, nothing is taken. The whole path counts as
-        used at `now`. Raises NotFoundError when `keys[:start]` are not known there (any more), InvalidInputError for arrays of
-        another length; the index is as before then.
+        The pages go to the device, or with `to_host` to the host, as host copies and home pages. A page that is known there keeps
+        its first arrival. From the first key on that a page of another path has, nothing is taken. Raises NotFoundError when
+        `keys[:start]` are not known there (any more), InvalidInputError for arrays of another length; nothing has changed then.
         """
         residence = self._host() if to_host else self.device
         count, lengths = len(keys) - start, {space: len(ids) for space, ids in pages.items()}

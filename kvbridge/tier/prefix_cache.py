@@ -1,8 +1,7 @@
 """The prefixes that stay on one node: the index of prefixes and the page book, changed together.
 
 The book knows that a page is cached, the index knows the page's prefix and the number of its readers, and the cache knows which
-owners these are. Each can be recounted from the others: the index's pages are the book's cached pages, and its pins are the paths
-of readers.
+owners these are. Each can be recounted from the others.
 """
 
 from __future__ import annotations
@@ -166,11 +165,10 @@ class PrefixCache:
     def keep(self, owner: Owner, keys: Keys, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> int:
         """Keep whole pages of an owner, those of `keys[start:]`, and return how many are new; nobody writes them any more.
 
-        `start`: the number of pages of its prompt that the owner reads already, by `admit` or an earlier `keep`. The owner reads
-        all of these pages from now on. Some pages stay the owner's: those that the cache has already, and those from the first key
-        on that a page of another path has; all, when the pages before them have been dropped. Raises ConflictError when the owner's
-        pages are not held or not its own, or `start` is another, NotFoundError for an owner that was never admitted: nothing is
-        kept then.
+        `start`: the number of pages of its prompt that the owner reads already. The owner reads all of these pages from now on.
+        Some stay the owner's own: those that the cache has already, those from the first key on that a page of another path has,
+        and all when pages before them have been dropped. Raises ConflictError when the owner's pages are not held or not its own,
+        or `start` is another, NotFoundError for an owner that was never admitted; nothing is kept then.
         """
         reader = self._reader(owner)
         if start != len(reader.path):
@@ -197,9 +195,8 @@ class PrefixCache:
     def restored(self, owner: Owner, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> int:
         """Keep device pages of an owner with its prefix from page `start` on, which was on the host only.
 
-        The pages are whole by proof, and nobody writes them any more. The owner goes on reading them. Its own stay those pages that
-        somebody else has brought to the device meanwhile. Returns how many are new there. Raises ConflictError when the owner's
-        pages are not held.
+        The pages are whole by proof, and nobody writes them any more. The owner goes on reading them. Pages that somebody else has
+        brought to the device meanwhile stay its own. Returns how many are new there. Raises ConflictError unless they are held.
         """
         reader = self._reader(owner)
         if start > reader.device:

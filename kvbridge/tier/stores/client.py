@@ -1,9 +1,8 @@
 """A node's side of its store: orders with deadlines to a process of its own, which the client keeps running and can kill.
 
-An order has an answer by its deadline, whatever the store does. A store that does not answer may still read or write the order's
-pages. An operation therefore has two ends, `answer` and `settled`. When an operation is not settled soon after its deadline, the
-client kills the process, and the operation is settled when the process has ended. Nothing is lost with a process: the store keeps
-what it has, and orders under way are misses.
+An order has an answer by its deadline, but a store that does not answer may still read or write the order's pages. An operation
+therefore has two ends, `answer` and `settled`. When it is not settled soon after its deadline, the client kills the process: the
+end of the process settles everything. The store keeps what it has, and orders under way are misses.
 """
 
 from __future__ import annotations
