@@ -1,4 +1,4 @@
-"""Endpoints as people write them, and the address of a node as everybody passes it on."""
+"""Endpoints as people write them, and the addresses of nodes."""
 
 from __future__ import annotations
 

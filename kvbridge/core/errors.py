@@ -1,7 +1,6 @@
-"""Every error that kvbridge raises on purpose, sorted by what the caller can do about it.
+"""The errors that kvbridge raises on purpose, sorted by the remedy of the caller.
 
-A message says what happened, to whom (room, peer, component), why, and what to do. A program may match on `code`, which is stable
-across releases.
+A message says what happened, to whom (room, peer, component), why, and what to do. Programs may match on `code`, which is stable.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 
 
 class BridgeError(Exception):
-    """Base of all deliberate errors. An HTTP API answers with `http_status`. A class inherits what its head does not name."""
+    """Base of all deliberate errors. An HTTP API answers with `http_status`. The head of a class names what it does not inherit."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
@@ -25,7 +24,7 @@ class BridgeError(Exception):
 
 
 def errors_by_code() -> dict[str, type[BridgeError]]:
-    """Return every stable code with its class, of all modules that were imported."""
+    """Return every stable code with its class."""
     found: dict[str, type[BridgeError]] = {}
     kinds = [BridgeError]
     for kind in kinds:
@@ -36,12 +35,12 @@ def errors_by_code() -> dict[str, type[BridgeError]]:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of an error: that of BridgeError itself for an error that nobody raised on purpose."""
+    """Return the code of an error, or BridgeError's for one that nobody raised on purpose."""
     return error.code if isinstance(error, BridgeError) else BridgeError.code
 
 
 class InvalidInputError(BridgeError, ValueError, code="invalid_input", http_status=400):
-    """The caller sent something that can never work; sending it again will not help."""
+    """The caller sent something that can never work."""
 
 
 class PageOutOfBoundsError(InvalidInputError, code="page_out_of_bounds"):
@@ -85,14 +84,11 @@ class FeatureError(ConflictError, code="feature_missing"):
 
 
 class DetachedError(ConflictError, code="detached"):
-    """The memory that the caller is attached to is gone with the process that made it: let go, and attach again."""
+    """The caller's attached memory is gone with the process that made it: let go, and attach again."""
 
 
 class CapacityError(BridgeError, code="capacity", http_status=503):
-    """There is no room now; trying again later can succeed. `retry_after_s` is a hint in seconds.
-
-    `lacking`: how many pages of which `IndexSpace` are not there, when that is the reason.
-    """
+    """There is no room now; a retry after about `retry_after_s` seconds can succeed. `lacking`: missing pages by `IndexSpace`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, lacking: Mapping[Any, int] | None = None) -> None:
         super().__init__(message)
@@ -105,7 +101,7 @@ class ClientLimitError(CapacityError, code="client_limit", http_status=429):
 
 
 class NotReadyError(CapacityError, code="not_ready"):
-    """The daemon or a peer is not able to serve yet, or no longer."""
+    """The daemon or a peer cannot serve yet, or no longer."""
 
 
 class UnauthorizedError(BridgeError, code="unauthorized", http_status=401):
@@ -133,7 +129,7 @@ class TransportError(PeerError, code="transport_failed"):
 
 
 class DigestMismatchError(TransportError, code="digest_mismatch"):
-    """Bytes arrived that are not those which were sent; the message names the first page that differs."""
+    """Other bytes arrived than were sent; the message names the first page that differs."""
 
 
 class KeyMismatchError(InvalidInputError, code="key_mismatch", http_status=409):
@@ -145,7 +141,7 @@ class RegistrationError(TransportError, code="registration_failed"):
 
 
 class IntegrityError(BridgeError, code="integrity"):
-    """Our own accounting contradicts itself. Always a defect of kvbridge; please report it."""
+    """kvbridge's accounts contradict themselves: always a defect, please report it."""
 
 
 class RoomFailedError(BridgeError, code="room_failed", http_status=502):

@@ -1,7 +1,7 @@
 """Identities as types: rooms, ranks, nodes, index spaces and the pages in them.
 
-A page id means something in one index space only. A `PageTable` carries its space, and every reader who wants its ids for
-addressing says by `PageTable.require` which space it is about to index.
+A page id means something in one index space only. A `PageTable` carries its space, and a reader that indexes memory with the ids
+names the space in `PageTable.require`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules of sharing prefixes: models, namespaces of tenants, tokens that may name them, retention."""
+"""The rules of sharing prefixes: models, namespaces, the tokens that may name them, retention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANY, _DEFAULT = "*", "-"
 
 
 class ModelIdentity(FrozenModel):
-    """A model by its operator's word. Geometry and encoding are compared apart: equal ones do not mean equal weights."""
+    """A model by its operator's word: equal geometry and encoding, compared apart, do not mean equal weights."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     revision: Annotated[str, Field(min_length=1, max_length=200)]
@@ -53,14 +53,14 @@ RETENTION_PRIORITIES = 3
 
 
 class Retention(FrozenModel):
-    """How much the cached pages of a request matter, and for how long after it has used them last.
+    """The priority of a request's cached pages, and its length after the last use.
 
     Pages of a higher priority are evicted after those of a lower one. The priority falls in equal steps, to 0 when `for_s` is over.
-    No priority ever keeps a page from a request that needs room.
+    No priority keeps a page from a request that needs room.
     """
 
     priority: Annotated[int, Field(ge=0, le=RETENTION_PRIORITIES)]
-    """0: like any other request's."""
+    """0: as of other requests."""
     for_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
     """Seconds without a use by such a request; at most a day."""
 
@@ -71,13 +71,13 @@ class Evicted(StrEnum):
     SPACE = "space"
     """Requests needed the room."""
     RETENTION_ENDED = "retention_ended"
-    """Requests needed the room of pages that had been retained, until some time ago."""
+    """Requests needed the room of pages whose retention had ended."""
     RETAINED = "retained"
-    """Requests needed the room of retained pages: nothing else was left, or nothing else lay so well."""
+    """Requests needed the room of retained pages: nothing else was left, or lay as well."""
     OPERATOR = "operator"
     """All were dropped by request (`DELETE /v1/prefixes`)."""
     INTEGRITY = "integrity"
-    """Their contents had changed, engines said different tokens of them, or they go on from such pages."""
+    """Their contents had changed, engines named different tokens for them, or they follow such pages."""
     MEMORY_LOST = "memory_lost"
     """The rank worker that had made the memory is gone."""
 

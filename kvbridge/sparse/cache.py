@@ -106,7 +106,10 @@ class SparseCache(Closing):
         InvalidInputError or UnsupportedError for sizes that do not suit each other, torch's OutOfMemoryError.
         """
         regions = checked_regions(component, host_regions)
-        device = _resolved(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        elif device.type not in {"cuda", "cpu"}:
+            raise InvalidInputError(f"a sparse cache lives on 'cpu' or 'cuda:N', got '{device}'")
         ordinal = device.index if device.type == "cuda" else None
         self.settings = settings
         self.component = component
@@ -383,12 +386,3 @@ class SparseCache(Closing):
                 f"request slot {slot}: host page {int(host_page_ids.max())} does not exist: the host pool has "
                 f"{self._host_page_count} pages"
             )
-
-
-def _resolved(device: torch.device) -> torch.device:
-    """Return the device with its number: "cuda" alone is torch's current one. Raises InvalidInputError for another kind."""
-    if device.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    if device.type != "cpu":
-        raise InvalidInputError(f"a sparse cache lives on 'cpu' or 'cuda:N', got '{device}'")
-    return device

@@ -24,8 +24,16 @@ class HotMemory:
     def __init__(
         self, settings: SparseSettings, component: Component, *, layer_count: int, device: torch.device
     ) -> None:
-        """Allocate, and set everything to its start: nothing is resident."""
-        self.shape = swap_in_shape(settings, component)
+        """Allocate, and set everything to its start: nothing is resident. Raises InvalidInputError or UnsupportedError."""
+        settings.check_component(component)
+        self.shape = SwapInShape(
+            hot_rows=settings.hot_rows,
+            ring_rows=settings.ring_pages * component.slots_per_page,
+            max_rows=settings.max_rows(component),
+            top_k=settings.top_k,
+            slots_per_page=component.slots_per_page,
+            row_parts_bytes=component.row_parts_bytes,
+        )
         shape, requests = self.shape, settings.max_requests
 
         def integers(*sizes: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -86,19 +94,6 @@ class HotMemory:
             page_tables=self.host_pages.nbytes + self.ring_begin.nbytes,
             steps=self.step.nbytes + self.found.nbytes + self.numbers.nbytes + self.short_numbers.nbytes,
         )
-
-
-def swap_in_shape(settings: SparseSettings, component: Component) -> SwapInShape:
-    """Return the sizes of the kernels. Raises InvalidInputError or UnsupportedError, naming what does not suit."""
-    settings.check_component(component)
-    return SwapInShape(
-        hot_rows=settings.hot_rows,
-        ring_rows=settings.ring_pages * component.slots_per_page,
-        max_rows=settings.max_rows(component),
-        top_k=settings.top_k,
-        slots_per_page=component.slots_per_page,
-        row_parts_bytes=component.row_parts_bytes,
-    )
 
 
 def layer_memory(hot: torch.Tensor, host: Region) -> LayerMemory:

@@ -1,7 +1,7 @@
 """The geometry of a model: by its name, or from its Hugging Face `config.json`.
 
-A model that keeps something which cannot be expressed here exactly is refused by the key that says so: a guess would show as wrong
-answers, not as an error.
+A model whose state has no exact geometry here is refused, by the key that says so: a guess would show as wrong answers, not as an
+error.
 
 Sources of the presets: the published `config.json` of each model (DeepSeek-V4's `compress_ratios`: 0 for a layer that sees its
 window only, 4 for a sparse one, 128 for a heavy one). DeepSeek-V3.2 has its latents in bf16, its indexer keys in fp8, and pages of
@@ -144,7 +144,7 @@ class _Config:
         return _checked_positive(key, value)
 
     def names(self, key: str, count: int, *, allowed: frozenset[str]) -> list[str] | None:
-        """Return the first `count` entries of a list of names, or None when the key is missing or null."""
+        """Return the first `count` entries of a list of names, or None when it is missing."""
         values = self.items(key, count)
         for layer, value in enumerate(values or ()):
             if not isinstance(value, str) or value not in allowed:
@@ -195,9 +195,13 @@ def _growing(
             f"a compression rate of {rate} does not divide a page of {page} tokens, so an entry "
             f"would cross pages; choose tokens_per_page as a multiple of {rate}"
         )
-    fields = {"space": IndexSpace.FULL, "liveness": Liveness.GROWING, "tokens_per_row": rate}
-    fields |= {"slots_per_page": rows, "rows_per_logical_page": rows, "host_capable": host_capable}
-    return _component(kind, layers, row, **fields)
+    fields = {
+        "space": IndexSpace.FULL,
+        "liveness": Liveness.GROWING,
+        "tokens_per_row": rate,
+        "host_capable": host_capable,
+    }
+    return _component(kind, layers, row, **fields, slots_per_page=rows, rows_per_logical_page=rows)
 
 
 def _window(layers: list[int], row: _Row, page: int, window: int) -> Component:
@@ -347,8 +351,16 @@ def _grouped(config: _Config, form: Encoding, value_bytes: int, page: int) -> li
                 "values of equal width for each KV head, which has no exact geometry here"
             )
     query_heads = config.positive("num_attention_heads")
-    parts = (2 * _grouped_head_dim(config, query_heads) * value_bytes,)
-    row = _Row(form, parts, lanes=config.positive("num_key_value_heads", query_heads))
+    if config.get("head_dim") is None:
+        head_dim, rest = divmod(hidden := config.positive("hidden_size"), query_heads)
+        if rest:
+            raise InvalidInputError(
+                f"config key 'hidden_size' is {hidden}, not a multiple of num_attention_heads {query_heads}, and there is "
+                "no 'head_dim'"
+            )
+    else:
+        head_dim = config.positive("head_dim")
+    row = _Row(form, (2 * head_dim * value_bytes,), lanes=config.positive("num_key_value_heads", query_heads))
     count = config.positive("num_hidden_layers")
     sliding = _sliding_layers(config, count)
     full = sorted({*range(count)} - {*sliding})
@@ -356,18 +368,6 @@ def _grouped(config: _Config, form: Encoding, value_bytes: int, page: int) -> li
     if sliding:
         components.append(_window(sliding, row, page, config.positive("sliding_window")))
     return components
-
-
-def _grouped_head_dim(config: _Config, query_heads: int) -> int:
-    if config.get("head_dim") is not None:
-        return config.positive("head_dim")
-    hidden = config.positive("hidden_size")
-    if hidden % query_heads:
-        raise InvalidInputError(
-            f"config key 'hidden_size' is {hidden}, not a multiple of num_attention_heads {query_heads}, and there is "
-            "no 'head_dim'"
-        )
-    return hidden // query_heads
 
 
 def _sliding_layers(config: _Config, count: int) -> list[int]:

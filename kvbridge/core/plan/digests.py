@@ -25,7 +25,7 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Ta
 from kvbridge.core.plan.operations import AddressArray, Section
 from kvbridge.core.plan.pages import IndexArray, split_rows
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
-from kvbridge.core.plan.planner import Part, pages_to_send
+from kvbridge.core.plan.planner import pages_to_send
 
 ChecksumArray = npt.NDArray[np.uint32]
 
@@ -120,44 +120,36 @@ def digest_pieces(
     tables that do not fit.
     """
     for part in pages_to_send(groups, section, source, destination):
-        page, offset, length = _layer_pieces(part)
-        if len(page):
-            yield from _all_layers(part, page, offset, length)
-
-
-def _layer_pieces(part: Part) -> tuple[IndexArray, IndexArray, IndexArray]:
-    """Return the logical page, the offset behind the first copied lane, and the length of each piece of one layer."""
-    group, pages = part.group, part.split.full
-    full = np.arange(pages.start, pages.stop)
-    mine = group.stripe.pages(pages)
-    full = full if mine is None else full[mine]
-    stretches = [(page, *stretch) for page, found in group.partial_stretches(part.split) for stretch in found]
-    page, offset, length = np.array(stretches, dtype=np.int64).reshape(-1, 3).T
-    whole = np.full(len(full), group.lanes * group.component.lane_block_bytes)
-    return np.append(full, page), np.append(np.zeros(len(full), dtype=np.int64), offset), np.append(whole, length)
-
-
-def _all_layers(part: Part, page: IndexArray, offset: IndexArray, length: IndexArray) -> Iterator[DigestPieces]:
-    group = part.group
-    ids = part.ids[0][page - part.split.touched.start]
-    image_bytes = group.destination.form.lanes * group.component.lane_block_bytes
-    behind = image_bytes - group.destination.lane_offset_bytes - offset - length
-    layers = np.array(group.layers, dtype=np.int64)
-    step = max(1, PIECES_AT_ONCE // len(page))
-    for first in range(0, len(layers), step):
-        chosen = layers[first : first + step]
-        address = np.empty((len(chosen), len(page)), dtype=np.uint64)
-        group.source.pages.layers(slice(first, first + step)).write(ids, offset, address)
-        yield DigestPieces(
-            key=key_of(group),
-            memory=group.source.form.memory,
-            device=group.source.form.device,
-            layer=np.repeat(chosen, len(page)),
-            page=np.tile(page, len(chosen)),
-            address=address.reshape(-1),
-            length=np.tile(length, len(chosen)),
-            behind=np.tile(behind, len(chosen)),
-        )
+        group, pages = part.group, part.split.full
+        full = np.arange(pages.start, pages.stop)
+        mine = group.stripe.pages(pages)
+        full = full if mine is None else full[mine]
+        # The pieces of one layer, by their offsets behind the first copied lane.
+        partial = [(page, *stretch) for page, found in group.partial_stretches(part.split) for stretch in found]
+        page, offset, length = np.array(partial, dtype=np.int64).reshape(-1, 3).T
+        page, offset = np.append(full, page), np.append(np.zeros_like(full), offset)
+        length = np.append(np.full(len(full), group.lanes * group.component.lane_block_bytes), length)
+        if not len(page):
+            continue
+        ids = part.ids[0][page - part.split.touched.start]
+        image_bytes = group.destination.form.lanes * group.component.lane_block_bytes
+        behind = image_bytes - group.destination.lane_offset_bytes - offset - length
+        layers = np.array(group.layers, dtype=np.int64)
+        step = max(1, PIECES_AT_ONCE // len(page))
+        for first in range(0, len(layers), step):
+            chosen = layers[first : first + step]
+            address = np.empty((len(chosen), len(page)), dtype=np.uint64)
+            group.source.pages.layers(slice(first, first + step)).write(ids, offset, address)
+            yield DigestPieces(
+                key=key_of(group),
+                memory=group.source.form.memory,
+                device=group.source.form.device,
+                layer=np.repeat(chosen, len(page)),
+                page=np.tile(page, len(chosen)),
+                address=address.reshape(-1),
+                length=np.tile(length, len(chosen)),
+                behind=np.tile(behind, len(chosen)),
+            )
 
 
 class Mismatch(NamedTuple):
