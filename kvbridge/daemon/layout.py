@@ -27,7 +27,7 @@ from kvbridge.core.geometry.costs import sparse_component
 from kvbridge.core.geometry.models import geometry_from_config, preset
 from kvbridge.core.geometry.tiers import copied_components, needs_checkpoints
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
+from kvbridge.core.wire.messages import DeviceAllocationRequest
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, copy_placement, device_placement, host_placement
 from kvbridge.tier.copies import copy_backend

@@ -15,7 +15,7 @@ from kvbridge.config.pools import DecodePools
 from kvbridge.core.errors import DeadlineError, IntegrityError, RegistrationError, UnavailableError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import SharedRegion
 from kvbridge.daemon.kept_journal import Contents, KeptFile, KeptHeader, read_journal
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.layout import NodeConfig, NodeLayout

@@ -23,8 +23,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     Restorable,
 )
-from kvbridge.core.wire.messages import to_wire
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import StreamPoint, to_wire
 from kvbridge.engine.base import Engine, OwnPages, Room
 from kvbridge.engine.streams import Load, StreamChoice
 from kvbridge.engine.views import Part, parts_of, section_rows

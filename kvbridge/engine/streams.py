@@ -26,7 +26,7 @@ from kvbridge.core.geometry.tiers import copy_pieces
 from kvbridge.core.ids import IndexSpace, PageMoves, Rank
 from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import Pages
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import StreamPoint
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.gpu_memory import EventRing, StreamPoints
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier

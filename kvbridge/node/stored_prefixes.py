@@ -27,7 +27,7 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import SharedRegion
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.host_copies import HostCopies, PinnedCopies

@@ -23,8 +23,7 @@ from kvbridge.core.errors import BridgeError, NotReadyError, ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import NodeIdentity, Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE, pack_rank
-from kvbridge.core.wire.messages import Heartbeat, RankDescription
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import Heartbeat, RankDescription, SharedRegion
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     EndpointsRevoked,

@@ -16,8 +16,7 @@ from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import BridgeError, DeadlineError, NotReadyError, RegistrationError
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.ids import MemoryKind, Rank
-from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, SharedRegion
 from kvbridge.core.wire.worker_messages import (
     Shutdown,
     WorkerClosed,

@@ -17,7 +17,7 @@ from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import Rank
 from kvbridge.core.process import Clock
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import SharedRegion
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 from kvbridge.pool.memory.layout import Extent
 

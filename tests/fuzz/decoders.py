@@ -36,7 +36,7 @@ from kvbridge.core.wire.codec import (
     pack_rank,
     unpack_rank,
 )
-from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
+from kvbridge.core.wire.messages import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.requests import problem_response
 from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.tier.stores import objects as store_wire

@@ -13,7 +13,7 @@ import torch
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.wire.shared_memory import CudaOrigin
+from kvbridge.core.wire.messages import CudaOrigin
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.gpu_memory import (

@@ -19,7 +19,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.pages import pages_needed, request_tables
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
 from kvbridge.core.plan.operations import Section
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import SharedRegion
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine

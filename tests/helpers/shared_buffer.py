@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
-from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
+from kvbridge.core.wire.messages import CudaOrigin, FileOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
 from kvbridge.pool.memory.layout import Extent

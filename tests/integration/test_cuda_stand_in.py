@@ -20,7 +20,7 @@ from kvbridge.core.errors import DetachedError
 from kvbridge.core.ids import MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import StreamPoint
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine

@@ -26,11 +26,12 @@ from kvbridge.core.wire.messages import (
     Name,
     PageHashes,
     PromptDigest,
+    SharedRegion,
+    StreamPoint,
     Text,
     Traceparent,
     WireTable,
 )
-from kvbridge.core.wire.shared_memory import SharedRegion, StreamPoint
 
 # ---------------------------------------------------------------------------------------------- calls
 

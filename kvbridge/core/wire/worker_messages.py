@@ -14,16 +14,18 @@ from kvbridge.core.wire.messages import (
     MAX_DIGESTS,
     MAX_ENDPOINTS,
     MAX_NODE_RANKS,
+    DeviceAllocationRequest,
     Heartbeat,
     Message,
     Name,
     PackedRank,
     RankDescription,
     RoomMessage,
+    SharedRegion,
+    StreamPoint,
     Text,
     WireTable,
 )
-from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion, StreamPoint
 
 MAX_POINTS = 8_192
 """Points that one order waits for at most: as many as an engine's events."""

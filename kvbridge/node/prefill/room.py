@@ -12,8 +12,7 @@ from kvbridge.core.plan.digests import DigestKind, DigestSums
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.prefill import PREFILL_TABLE, PrefillSpeaker, PrefillState, RankProgress
 from kvbridge.core.session.tables import RoomState
-from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Failed, Intend, Offer, WireTable
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Failed, Intend, Offer, StreamPoint, WireTable
 from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, Rerouted, RoomClosed, Sent
 from kvbridge.node.room import Room, named
 from kvbridge.tier.keys import NO_KEYS

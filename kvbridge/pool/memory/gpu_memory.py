@@ -15,7 +15,7 @@ from typing import Any, Generic, Self, TypeVar
 from kvbridge.core.errors import BridgeError, ConflictError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.process import Closing
-from kvbridge.core.wire.shared_memory import CudaOrigin, StreamPoint
+from kvbridge.core.wire.messages import CudaOrigin, StreamPoint
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import Event
 from kvbridge.pool.memory.layout import EXTENT_ALIGNMENT_BYTES, Extent, Progress, ignore_progress, part_of

@@ -1,7 +1,7 @@
 """Stretches of memory, and the layout of a rank's components, of a node's host pool and of its host copies in them.
 
 A `Region` (core.geometry.manifest) has the addresses of the pages of one component's layer. An `Extent` is a piece that is
-registered as a whole; pages of several regions may lie in it. An `Origin` (core.wire.shared_memory) is the file or device
+registered as a whole; pages of several regions may lie in it. An `Origin` (core.wire.messages) is the file or device
 allocation that other processes of the host open to reach an extent. A `PageArray` (core.plan.pages) computes addresses of pages.
 
 A *block* is one strided array: in the `layer_first` form one layer of one component, page after page; in the `page_first` forms
@@ -30,7 +30,7 @@ from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeo
 from kvbridge.core.geometry.manifest import Region, lane_interval
 from kvbridge.core.geometry.tiers import copy_page_bytes, copy_space
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
-from kvbridge.core.wire.shared_memory import Origin, SharedRegion
+from kvbridge.core.wire.messages import Origin, SharedRegion
 
 ThingT = TypeVar("ThingT")
 

@@ -13,7 +13,7 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.process import Closing
-from kvbridge.core.wire.shared_memory import FileOrigin, Origin, SharedRegion
+from kvbridge.core.wire.messages import FileOrigin, Origin, SharedRegion
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export, forget_export
 from kvbridge.pool.memory.layout import (

@@ -25,7 +25,7 @@ from typing import Self
 
 from kvbridge.core.errors import ConflictError, InvalidInputError, RegistrationError
 from kvbridge.core.process import Closing
-from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.core.wire.messages import FileOrigin
 from kvbridge.pool.memory.layout import Extent, Progress, ignore_progress
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL

@@ -19,7 +19,7 @@ import structlog
 
 from kvbridge.config.tier import StoreLimits, StoreSettings
 from kvbridge.core.wire.codec import FrameError
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import SharedRegion
 from kvbridge.processes import ChildEnd, SupervisedChild
 from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.stores.objects import (

@@ -40,8 +40,7 @@ from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, Unsupp
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, FrameError, FrameFault, MessageCodec
-from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.messages import REASON_CHARS, SharedRegion
 from kvbridge.tier.keys import KEY_BYTES, Keys, Link
 
 BATCH_LIMIT = 256

@@ -43,7 +43,7 @@ from pydantic import Field
 
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
-from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.core.wire.messages import FileOrigin
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.leftovers import PROOF_PREFIX
 

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.wire.shared_memory import CudaOrigin
+from kvbridge.core.wire.messages import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_by_uuid, device_uuid
 from kvbridge.pool.memory.layout import Extent

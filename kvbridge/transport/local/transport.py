@@ -22,7 +22,7 @@ from kvbridge.core.errors import BridgeError, RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin
+from kvbridge.core.wire.messages import CudaOrigin, FileOrigin
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import has_accelerator

@@ -19,7 +19,7 @@ import torch
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
-from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.core.wire.messages import FileOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping

@@ -16,7 +16,7 @@ from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
+from kvbridge.core.wire.messages import DeviceAllocationRequest
 from kvbridge.daemon.kept_journal import KeptHeader
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.layout import NodeLayout, load_geometry, plan_memory

@@ -18,7 +18,7 @@ from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import StreamPoint
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.streams import StreamOrder

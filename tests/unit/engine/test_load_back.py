@@ -24,8 +24,7 @@ from kvbridge.core.wire.engine_messages import (
     Publish,
     Release,
 )
-from kvbridge.core.wire.messages import to_wire
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import StreamPoint, to_wire
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.streams import LoadBacks, RankCopier

@@ -9,8 +9,7 @@ import pytest
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.wire.messages import Drained
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import Drained, StreamPoint
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.facts import CopyEnded
 from tests.helpers.node_bench import FULL, FULL_COPY, HISTORY, KeyedDecode, NodeBench, PrefixBench, ids, keys_of

@@ -9,8 +9,7 @@ from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.tables import RoomState
-from kvbridge.core.wire.messages import Done, Drained, Failed, Intend, Offer, PathLost, WireTable, to_wire
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import Done, Drained, Failed, Intend, Offer, PathLost, StreamPoint, WireTable, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
 from kvbridge.node.prefill import early_offers as offers
 from kvbridge.node.prefill import room as rank_work

@@ -8,8 +8,7 @@ import pytest
 
 from kvbridge.core.errors import NotReadyError, ProtocolError
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.messages import Heartbeat, RankDescription
-from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
+from kvbridge.core.wire.messages import FileOrigin, Heartbeat, RankDescription, SharedRegion
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     EndpointsRevoked,

@@ -13,7 +13,7 @@ from kvbridge.config.tier import FileStoreSettings, StoreLimits
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
+from kvbridge.core.wire.messages import FileOrigin, SharedRegion
 from kvbridge.processes import ChildEnd, EndCause
 from kvbridge.tier.stores.client import (
     FIRST_OPEN_S,

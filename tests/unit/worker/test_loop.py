@@ -6,8 +6,7 @@ from structlog.testing import capture_logs
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.operations import Section
-from kvbridge.core.wire.messages import Heartbeat, TransportEndpoint, WireTable
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import Heartbeat, StreamPoint, TransportEndpoint, WireTable
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     DisconnectPeer,

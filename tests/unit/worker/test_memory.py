@@ -14,7 +14,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin
+from kvbridge.core.wire.messages import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
 from kvbridge.pool.memory.gpu_memory import registered_ranges
 from kvbridge.pool.memory.layout import Progress, RankPart, copy_placement, device_placement, host_placement

@@ -17,7 +17,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin, SharedRegion
+from kvbridge.core.wire.messages import CudaOrigin, FileOrigin, SharedRegion
 from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation
 from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.wire.messages import StreamPoint
 from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.gpu_memory import FEWEST_EVENTS, EventRing, StreamPoints
 from tests.helpers.fake_cuda import FakeEvent

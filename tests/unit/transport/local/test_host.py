@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
-from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.core.wire.messages import FileOrigin
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.local.host import (
     FileIdentity,

@@ -19,7 +19,7 @@ from kvbridge.config.transports import LocalSettings
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.core.wire.shared_memory import CudaOrigin
+from kvbridge.core.wire.messages import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import TransferState
