@@ -43,8 +43,7 @@ PAGES, CHECKPOINTS = 0, 1
 ORDER_PAGES = 16
 """Objects of one order to the store."""
 GETS_AT_ONCE = 2
-"""Gets of one prompt that are under way at once. A store that is too slow for a prompt fails so many in a row, which alone does not
-open its breaker."""
+"""Gets of one prompt that are under way at once: a store that is too slow fails so few in a row that its breaker stays closed."""
 MOST_WAITING, MOST_FORGOTTEN = 4_096, 65_536
 """Prompts that wait to be written, and pages that wait to be dropped; the oldest of more are forgotten."""
 PAUSE_S = 1.0
@@ -149,7 +148,7 @@ class StoredPrefixes:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.client is not None:
             await self.client.close(timeout_s)
-        self._tell_not_forgotten(len(self.to_forget))
+        self._give_up(len(self.to_forget))
 
     def status(self) -> PrefixStoreStatus:
         """Return the state of the store and of the fetches, for `/status`."""
@@ -222,19 +221,15 @@ class StoredPrefixes:
                 outcome = "found"
             self.prefetches[outcome] += 1
             self._fetched_pages += came
-            figures = {"wanted_pages": stop - have, "pages": came, "seconds": round(seconds, 4)}
-            log.debug("prefix_fetched", outcome=outcome, **figures)
+            log.debug("prefix_fetched", outcome=outcome, wanted_pages=stop - have, pages=came, seconds=seconds)
 
     async def _stored(self, client: StoreClient, keys: Keys, have: int, until_s: float) -> int:
         """Return up to which page the store seems to have what lacks here; `have` when that is of no use."""
-        stop = self._cache.known(keys)
-        links = linked(keys)
-        while stop < len(keys):
+        stop, links, found = self._cache.known(keys), linked(keys), BATCH_LIMIT
+        while stop < len(keys) and found == BATCH_LIMIT:
             some = links[stop : stop + BATCH_LIMIT]
             found = len(list(takewhile(bool, await self._present(client, PAGES, some, until_s))))
             stop += found
-            if found < len(some):
-                break
         if not self._has_checkpoints:
             return stop
         first = max(have, stop - BATCH_LIMIT)
@@ -262,8 +257,8 @@ class StoredPrefixes:
             await self._get_all(client, gets, until_s)
         finally:
             try:
-                is_current = current == (self._drops, self._forgets)
-                came = self._keep(gets, keys, is_wanted=is_current and not self.dropping)
+                is_wanted = current == (self._drops, self._forgets) and not self.dropping
+                came = self._keep(gets, keys, is_wanted=is_wanted)
             finally:
                 self._copies.unpin(pinned)
         return came
@@ -278,14 +273,13 @@ class StoredPrefixes:
             wanted.insert(0, (CHECKPOINTS, stop, part_keys(keys[stop - 1], pages)))
         gets: list[_Get] = []
         try:
-            with ExitStack() as back:
-                for form, at, some in wanted:
-                    owner = Owner(NO_ROOM, -next(self._numbers))  # the owners of backups count upwards
-                    demand = dict.fromkeys(self._spaces[form], len(some))
-                    gets.append(_Get(form, owner, at, some, self._book.reserve(owner, demand)))
-                    back.callback(self._book.free, owner)
-                back.pop_all()
+            for form, at, some in wanted:
+                owner = Owner(NO_ROOM, -next(self._numbers))  # the owners of backups count upwards
+                demand = dict.fromkeys(self._spaces[form], len(some))
+                gets.append(_Get(form, owner, at, some, self._book.reserve(owner, demand)))
         except BridgeError as error:  # now, or never in a pool of this size
+            for get in gets:
+                self._book.free(get.owner)
             log.debug("prefix_not_fetched", pages=stop - start, reason=str(error))
             return []
         for get in gets:
@@ -385,15 +379,13 @@ class StoredPrefixes:
         """Drop the pages of these links as soon as possible, also those that are being written or fetched; no checkpoints."""
         self.to_forget |= dict.fromkeys(of_links(links))
         self._forgets += 1
-        late = max(0, len(self.to_forget) - MOST_FORGOTTEN)
-        for name in list(self.to_forget)[:late]:
-            del self.to_forget[name]
-        self._tell_not_forgotten(late)
+        self._give_up(len(self.to_forget) - MOST_FORGOTTEN)
         self._woken.set()
 
-    @staticmethod
-    def _tell_not_forgotten(pages: int) -> None:
-        if pages:
+    def _give_up(self, pages: int) -> None:
+        for name in list(self.to_forget)[: max(0, pages)]:
+            del self.to_forget[name]
+        if pages > 0:
             why = "engines say different tokens of them, and they could not be dropped from the store; drop all of it"
             log.error("stored_pages_not_forgotten", pages=pages, reason=why)
 
