@@ -89,10 +89,10 @@ class NodeDaemon(Daemon):
         limit_s = self.parts.config.timeouts.shutdown_rooms_s
         self.admission.close("the daemon is shutting down")
         leaving = [] if self.overview.announcer is None else [self.background(self.overview.announcer.leave(), "leave")]
-        log.info("draining", rooms=self.rooms.book.open_count, limit_s=limit_s)
+        log.info("draining", rooms=len(self.rooms.book.open), limit_s=limit_s)
         if not await self._wait_idle(limit_s):
-            log.warning("rooms_aborted", rooms=self.rooms.book.open_count, limit="timeouts.shutdown_rooms_s")
-            for room in self.rooms.book.open():
+            log.warning("rooms_aborted", rooms=len(self.rooms.book.open), limit="timeouts.shutdown_rooms_s")
+            for room in list(self.rooms.book.open):
                 await self.rooms.cancel(room.room, "the daemon was shut down")
             await self._wait_idle(self._closing_part_s)
         elif leaving:
@@ -113,9 +113,9 @@ class NodeDaemon(Daemon):
 
     async def _wait_idle(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        while self.rooms.book.open_count and time.monotonic() < deadline_s:  # noqa: ASYNC110 - rooms end in many ways
+        while self.rooms.book.open and time.monotonic() < deadline_s:  # noqa: ASYNC110 - rooms end in many ways
             await asyncio.sleep(TICK_S)
-        return not self.rooms.book.open_count
+        return not self.rooms.book.open
 
     async def _ticks(self) -> None:
         heartbeat_s = self.parts.config.timeouts.control_heartbeat_s

@@ -268,7 +268,7 @@ class NodeOverview:
         book, prefixes = self._parts.book, self._parts.prefixes
         available, counts = book.available_pages(), book.counts()
         return Load(
-            rooms=self._rooms.open_count,
+            rooms=len(self._rooms.open),
             prefixes_kept_s=None if prefixes is None else round(prefixes.kept_s(), 3),
             available_pages={space.value: available[space] for space in available if space in REQUEST_SPACES},
             total_pages={space.value: sum(counts[space].values()) for space in counts if space in REQUEST_SPACES},

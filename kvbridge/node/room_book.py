@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
@@ -50,9 +50,9 @@ class RoomBook(Generic[RoomT]):
         """Rooms that have not ended for users."""
         self._limits: list[tuple[float, int]] = []
         """A heap of the times of limits and the numbers of their rooms. A void limit waits here for its time."""
-        self._beside: dict[int, tuple[RoomT, RoomState]] = {}
+        self._beside: dict[int, RoomT] = {}
         """Newest receipts whose time is over, by room: without them an earlier attempt that still has pages would be the newest."""
-        self._ended: deque[tuple[float, RoomT, RoomState]] = deque()
+        self._ended: deque[tuple[float, RoomT]] = deque()
         self._ended_states: Counter[RoomState] = Counter()
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.in_use: Counter[str] = Counter()
@@ -64,14 +64,10 @@ class RoomBook(Generic[RoomT]):
     def __iter__(self) -> Iterator[RoomT]:
         return iter(tuple(self._live))
 
-    def open(self) -> list[RoomT]:
-        """Return the rooms that have not ended for users."""
-        return list(self._open)
-
     @property
-    def open_count(self) -> int:
-        """Count the rooms that have not ended for users."""
-        return len(self._open)
+    def open(self) -> KeysView[RoomT]:
+        """The rooms that have not ended for users."""
+        return self._open.keys()
 
     # ------------------------------------------------------------------ coming and going
 
@@ -127,37 +123,31 @@ class RoomBook(Generic[RoomT]):
         self.in_use[room.client] -= 1
         if not self.in_use[room.client]:
             del self.in_use[room.client]
-        state = room.user_state
         del self._live[room]
         self._open.pop(room, None)
-        self._ended_states[state] += 1
+        self._ended_states[room.user_state] += 1
         until_s = self._clock() + self._keep_s
-        self._ended.append((until_s, room, state))
+        self._ended.append((until_s, room))
         if beside := self._beside.pop(room.room, None):
-            self._ended.append((until_s, *beside))
+            self._ended.append((until_s, beside))
         self.sweep()
 
     def sweep(self) -> None:
         """Forget receipts that have been kept long enough, and the oldest when there are too many."""
         now_s = self._clock()
         while self._ended and (self._ended[0][0] <= now_s or len(self._ended) > self._keep_rooms):
-            _, room, state = self._ended.popleft()
-            attempts = self._attempts[room.room]
-            if room is attempts[-1] and any(earlier in self._live for earlier in attempts):
-                former = self._beside.get(room.room)
-                self._beside[room.room] = room, state
-                if former is not None:
-                    self._forget(*former)
+            _, ended = self._ended.popleft()
+            attempts, forgotten = self._attempts[ended.room], self._beside.get(ended.room)
+            if ended is attempts[-1] and any(earlier in self._live for earlier in attempts):
+                self._beside[ended.room] = ended
             else:
-                self._forget(room, state)
-
-    def _forget(self, room: RoomT, state: RoomState) -> None:
-        self._ended_states[state] -= 1
-        del self._numbered[room.number]
-        attempts = self._attempts[room.room]
-        attempts.remove(room)
-        if not attempts:
-            del self._attempts[room.room]
+                forgotten = ended
+            if forgotten is not None:
+                self._ended_states[forgotten.user_state] -= 1
+                del self._numbered[forgotten.number]
+                attempts.remove(forgotten)
+                if not attempts:
+                    del self._attempts[ended.room]
 
     # ------------------------------------------------------------------ finding
 

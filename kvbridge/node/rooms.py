@@ -238,17 +238,17 @@ class Rooms(ABC, Generic[RoomT]):
 
     # ------------------------------------------------------------------ messages of peers and rank workers
 
-    def look_up(self, who: str, message: RoomMessage, *, kind: str) -> tuple[RoomT | None, Meaning | None]:
+    def look_up(self, who: str, message: RoomMessage) -> tuple[RoomT | None, Meaning | None]:
         """Return the room of a message and the meaning of the message, None when it is refused or late.
 
-        `who`: the incarnation of a peer; empty for a rank worker of this node. `kind`: the `type` of the message.
+        `who`: the incarnation of a peer; empty for a rank worker of this node.
         """
         room = self.book.find(message.room, message.generation)
         speaker = self.speaker_of(room, who, message)
-        meaning = self.hearing.meaning(None if room is None else room.state, speaker, kind)
+        meaning = self.hearing.meaning(None if room is None else room.state, speaker, message.type)
         if meaning is None:
             cause = "stale" if room is None or room.over else "foreign" if speaker is None else "unexpected"
-            self.refuse_message(who, message, f"{cause}_{kind}")
+            self.refuse_message(who, message, f"{cause}_{message.type}")
         return room, None if meaning is Meaning.LATE else meaning
 
     def refuse_message(self, peer: str, message: RoomMessage, code: str) -> None:

@@ -379,7 +379,7 @@ class World(SimulatedCalls):
         assert not taken_for_lies, "both nodes keep to the protocol, whatever crosses"
         self.events.facts.clear()
         for rooms in (self.decode.book, prefill.service.book):
-            assert rooms.open() == [room for room in rooms if not room.user_state.final]
+            assert list(rooms.open) == [room for room in rooms if not room.user_state.final]
         for room in self.decode.book:
             self._check_commit(room)
             if self.shares and room.owner in self.engines.in_use():

@@ -248,7 +248,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
 
     def hear(self, message: Digested | Verified) -> None:
         """Take a rank worker's message about a room that is verifying, or refuse it."""
-        room, meaning = self.look_up("", message, kind=message.type)
+        room, meaning = self.look_up("", message)
         if room is None or meaning is None or room.verification is None:
             return
         if isinstance(message, Verified):

@@ -156,7 +156,7 @@ class Writers:
 
     def hear(self, peer: str, message: FromPrefill) -> None:
         """Take a prefill node's message about a room as `DECODE_HEARS` lists it, or refuse it."""
-        room, meaning = self._rooms.look_up(peer, message, kind=message.type)
+        room, meaning = self._rooms.look_up(peer, message)
         if room is None or meaning is None:
             return
         writer = room.writers[peer]

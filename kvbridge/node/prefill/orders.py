@@ -91,7 +91,7 @@ class Orders:
 
     def hear(self, message: FromRank) -> None:
         """Take a rank worker's message about a room as `PREFILL_HEARS` lists it, or refuse it."""
-        room, meaning = self._rooms.look_up("", message, kind=message.type)
+        room, meaning = self._rooms.look_up("", message)
         if room is None or meaning is None:
             return
         work = room.ranks[message.rank]

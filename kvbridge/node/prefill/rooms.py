@@ -187,7 +187,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
 
     def hear(self, peer: str, message: FromDecode) -> None:
         """Take a decode node's message about a room as `PREFILL_HEARS` lists it, or refuse it."""
-        room, meaning = self.look_up(peer, message, kind=message.type)
+        room, meaning = self.look_up(peer, message)
         match message:
             case Intend() | Offer() if meaning is Meaning.TURN_AWAY and room is not None:
                 why = (

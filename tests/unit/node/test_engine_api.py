@@ -202,7 +202,7 @@ def test_a_room_of_the_nodes_own_pages_or_of_the_other_role_is_not_an_engines_to
     hold, fetch = Hold(call=2, **PROMPT, tables=names(4, 5)), Fetch(call=2, **PROMPT, prefill=PLACES)
     for api, message in ((prefill(adopted=adopted), fetch if adopted else hold), (decode(adopted=adopted), hold)):
         assert isinstance(api.call(message), Refused)
-        assert not api.bench.service.book.open()
+        assert not api.bench.service.book.open
 
 
 @pytest.mark.parametrize("fails", ["at once", "when the room is there"])
