@@ -190,7 +190,7 @@ async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(o
     assert isinstance(found, KnownNode)
     assert found.peer == first.incarnation
     node.links.watch()
-    assert node.nodes.addresses() == [first.address]
+    assert list(node.nodes._known) == [first.address]
     for each in (first, *others):
         each.server.close()
 
@@ -206,12 +206,12 @@ async def test_two_addresses_of_a_node_are_one_link_and_neither_voids_what_came_
         assert found.peer == prefill.incarnation
     assert prefill.resets == []
     assert len(prefill.server.peers) == 1
-    assert node.nodes.addresses() == [prefill.address]
+    assert list(node.nodes._known) == [prefill.address]
     assert by_name not in node.links
     prefill.server.close()
     node.nodes.lost(prefill.address, "silent")
     assert node.nodes.known_node(by_name) is None, "the other address is asked anew, and may lead elsewhere by then"
-    assert node.nodes.addresses() == [by_name]
+    assert list(node.nodes._known) == [by_name]
 
 
 async def test_a_node_that_is_lost_while_links_end_does_not_keep_the_others_open(opened):
