@@ -178,9 +178,8 @@ def tables(*ids: int) -> tuple[WireTable, ...]:
     return to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))})
 
 
-def at_once(work: Callable[[], Any], name: str) -> Future[Any]:
-    """What a worker does on other threads, done here and now."""
-    del name
+def at_once(work: Callable[[], Any], _name: str) -> Future[Any]:
+    """Do the work of other threads here and now."""
     outcome: Future[Any] = Future()
     try:
         outcome.set_result(work())
@@ -190,7 +189,16 @@ def at_once(work: Callable[[], Any], name: str) -> Future[Any]:
 
 
 class Bench:
-    def __init__(self, *transports: str, kind: MemoryKind = MemoryKind.DRAM, background: Background = at_once) -> None:
+    tokens = TOKENS
+    """Tokens of the prompts of its rooms and orders."""
+
+    def __init__(
+        self,
+        *transports: str,
+        kind: MemoryKind = MemoryKind.DRAM,
+        background: Background = at_once,
+        identity: RankIdentity | None = None,
+    ) -> None:
         self.clock = ManualClock()
         self.link = Link()
         self.log: list[str] = []
@@ -199,7 +207,7 @@ class Bench:
         self.refuse_build: Exception | None = None
         memory = tuple(Extent(address=address, length_bytes=1 << 20, kind=kind) for address in (1 << 30, 1 << 31))
         self.worker = RankWorker(
-            RankIdentity(GEOMETRY, manifest(), memory, self.names),
+            identity or RankIdentity(GEOMETRY, manifest(), memory, self.names),
             self.link,
             self.create,
             WorkerLimits(transfer_s=5.0, close_s=20.0),
@@ -228,23 +236,14 @@ class Bench:
     def connect(self, peer: str = DECODE, ranks=None, **more) -> None:
         self.say(ConnectPeer(peer=peer, ranks=ranks or node_ranks(), **more))
 
-    def open(self, room: int = 1, peer: str = DECODE, destination=None, source=None) -> None:
-        self.say(
-            OpenRoom(
-                room=room,
-                generation=1,
-                peer=peer,
-                prompt_tokens=TOKENS,
-                prefix_tokens=0,
-                source=source or tables(1, 2),
-                destination=destination or tables(3, 4),
-            )
-        )
+    def open(self, room: int = 1, peer: str = DECODE, **more) -> None:
+        facts = {"prompt_tokens": self.tokens, "prefix_tokens": 0, "source": tables(1, 2), "destination": tables(3, 4)}
+        self.say(OpenRoom(room=room, generation=1, peer=peer, **(facts | more)))
 
-    def order(self, room: int = 1, stop: int = TOKENS) -> int:
+    def order(self, room: int = 1, steps: int = 1, **more) -> int:
         self.orders += 1
-        section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=stop)
-        self.say(Send(room=room, generation=1, order=self.orders, section=section))
+        section = Section(prompt_tokens=self.tokens, start_token=0, stop_token=self.tokens)
+        self.say(Send(room=room, generation=1, order=self.orders, section=section, **more), steps=steps)
         return self.orders
 
     def end(self, state: TransferState, name: str = "one", which: int = -1) -> None:

@@ -1,4 +1,4 @@
-"""What workers and the libraries below them write, as lines of the daemon's log."""
+"""The output of workers and of the libraries below them, as lines of the daemon's log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Killed workers, killed daemons and how they come back: names, a bootstrap that forgets.
 
-What is in flight when something dies fails on both sides with the reason, and the next room crosses.
+Rooms in flight when something dies fail on both sides with the reason, and the next room crosses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.helpers.live_rooms import (
     raises_code,
     status,
 )
-from tests.integration.life.daemons import (
+from tests.integration.life.conftest import (
     ONE_SIDE,
     TOKENS,
     gone,

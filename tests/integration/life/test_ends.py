@@ -20,7 +20,7 @@ from tests.helpers.live_rooms import (
     all_free,
     http,
 )
-from tests.integration.life.daemons import (
+from tests.integration.life.conftest import (
     ONE_SIDE,
     SHUTDOWN_ROOMS_S,
     TOKENS,
@@ -118,7 +118,7 @@ def test_a_second_signal_ends_the_drain(live: LiveCluster, daemon: DaemonProcess
 
 
 def test_whoever_starts_sweeps_what_the_dead_have_left(live: LiveCluster) -> None:
-    """Of another instance, with another runtime directory: pools of the node, proofs of its workers."""
+    """The dead are of another instance, with another runtime directory: pools of the node, proofs of its workers."""
     folder = Path(tempfile.mkdtemp(prefix="life-", dir="/dev/shm"))
     pools = {"device": {"full": 64, "swa": 16, "request": 8}, "host": {"pages": 64, "directory": str(folder)}}
     first, second = (alone(live, name, pools=pools) for name in ("first", "second"))
@@ -159,7 +159,7 @@ def alone(live: LiveCluster, name: str = "alone", **more: object) -> DaemonProce
 
 
 def clean(folder: Path, *options: str) -> str:
-    """What `kvbridge clean` prints."""
+    """Return the output of `kvbridge clean`."""
     told = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["clean", "--directory", str(folder), *options])
     assert told.exit_code == 0, told.output
     return told.output

@@ -78,7 +78,6 @@ class Node:
             await self.journal._reading
 
     def found(self) -> Contents:
-        """What the next process would find."""
         return read_journal(self.path.read_bytes())[1]
 
     def prompts(self) -> dict[bytes, int]:
@@ -218,7 +217,7 @@ async def test_of_two_pages_in_one_home_the_later_one_counts(made, memory):
 
 
 async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(node, monkeypatch):
-    """What has come back so far was compared and stays, all other pages are free, and the status says why."""
+    """Pages that have come back were compared and stay, all other pages are free, and the status says why."""
     for name in ("a", "b"):
         node.keep(name, 3)
     await node.written()

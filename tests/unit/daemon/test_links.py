@@ -99,7 +99,7 @@ async def opened() -> AsyncIterator[Callable[[PeerSettings], Decode]]:
 
 
 async def answer_of(node: Decode, where: PeerAddress) -> KnownNode | BridgeError:
-    """What a room learns that waits for a node."""
+    """The error that a room learns that waits for a node."""
     answer: asyncio.Queue[KnownNode | BridgeError] = asyncio.Queue()
 
     def look() -> None:

@@ -1,4 +1,4 @@
-"""What a rank worker computes over real memory, slice by slice, between its looks at the transfers."""
+"""Digests that a rank worker computes over real memory, slice by slice, between its polls of transfers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,17 @@ from dataclasses import replace
 import numpy as np
 from crc32c import crc32c
 
-from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.messages import to_wire
-from kvbridge.core.wire.worker_messages import (
-    ConnectPeer,
-    Digested,
-    OpenRoom,
-    Send,
-    Sent,
-    Verified,
-    Verify,
-)
+from kvbridge.core.wire.worker_messages import Digested, Sent, Verified, Verify
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.worker import digests as rank_digests
-from kvbridge.worker.loop import RankWorker
-from kvbridge.worker.rank import RankIdentity, WorkerLimits
-from tests.helpers.manual_clock import ManualClock
-from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, manifest
-from tests.helpers.worker_bench import DONE, QUIET, FakeTransport, Link, node_ranks
+from kvbridge.worker.rank import RankIdentity
+from tests.helpers.rooms import GEOMETRY, PAGE, manifest
+from tests.helpers.worker_bench import DONE, QUIET
+from tests.helpers.worker_bench import Bench as WorkerBench
 
 [COMPONENT] = GEOMETRY.components
 TOKENS = 2 * PAGE + 5
@@ -37,74 +26,40 @@ DEVICE = 3
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, IDS)})
 
 
-class Bench:
+class Bench(WorkerBench):
     """A worker of one rank whose pages hold random bytes."""
 
+    tokens = TOKENS
+
     def __init__(self, memory: MemoryKind = MemoryKind.DRAM) -> None:
-        form = manifest(base=0)
+        self.form = form = manifest(base=0)
         size = sum(region.page_count * region.page_stride_bytes for region in form.regions)
         self.bytes = np.random.default_rng(7).integers(0, 256, size, dtype=np.uint8)
-        self.form = form
-        self.link = Link()
-        self.clock = ManualClock()
-        self.transports: list[FakeTransport] = []
         base = self.bytes.ctypes.data
-        self.worker = RankWorker(
-            RankIdentity(GEOMETRY, self.at(base, memory), (Extent(address=base, length_bytes=size),), ("one",)),
-            self.link,
-            self.create,
-            WorkerLimits(transfer_s=5.0, close_s=20.0),
-            clock=self.clock,
-        )
-        self.worker._transports.build("one")
-
-    def at(self, base: int, memory: MemoryKind) -> RankManifest:
+        device = DEVICE if memory is MemoryKind.VRAM else 0
         regions = tuple(
             region.model_copy(
                 update={
                     "extent_addresses": (region.extent_addresses[0] + base,),
                     "memory": memory,
-                    "device": DEVICE if memory is MemoryKind.VRAM else 0,
+                    "device": device,
                 }
             )
-            for region in self.form.regions
+            for region in form.regions
         )
-        return self.form.model_copy(update={"regions": regions})
+        at_base = form.model_copy(update={"regions": regions})
+        extents = (Extent(address=base, length_bytes=size),)
+        super().__init__(identity=RankIdentity(GEOMETRY, at_base, extents, ("one",)))
+        self.connect()
+        self.open(source=TABLES, destination=TABLES, digest=DigestKind.CRC32C)
 
-    def create(self, name: str, epoch: int = 0) -> FakeTransport:
-        self.transports.append(FakeTransport(name, [], epoch))
-        return self.transports[-1]
-
-    def say(self, *messages, steps: int = 1) -> None:
-        self.link.inbox.extend(messages)
-        for _ in range(steps):
-            self.worker.step()
-
-    def open(self, digest: DigestKind = DigestKind.CRC32C) -> None:
-        self.say(ConnectPeer(peer=DECODE, ranks=node_ranks()))
-        opening = OpenRoom(
-            room=1,
-            generation=1,
-            peer=DECODE,
-            prompt_tokens=TOKENS,
-            prefix_tokens=0,
-            source=TABLES,
-            destination=TABLES,
-            digest=digest,
-        )
-        self.say(opening)
-
-    def send(self, start: int = 0, stop: int = TOKENS, order: int = 1, steps: int = 1) -> None:
-        section = Section(prompt_tokens=TOKENS, start_token=start, stop_token=stop)
-        self.say(Send(room=1, generation=1, order=order, section=section), steps=steps)
-
-    def end(self, state=DONE, steps: int = 3) -> None:
-        for transfer in self.transports[-1].transfers:
+    def end_all(self, state=DONE) -> None:
+        for transfer in self.transport().transfers:
             transfer.state = state
-        self.say(steps=steps)
+        self.say(steps=3)
 
     def expected(self) -> dict[tuple[int, int], int]:
-        """By layer and logical page: the raw checksum of the page with zeros where no row is."""
+        """By layer and logical page, the raw checksum of the page with zeros where no row is."""
         found = {}
         for region in self.form.regions:
             for logical, page in enumerate(IDS.tolist()):
@@ -137,10 +92,9 @@ def verify(room: int = 1, tables=TABLES) -> Verify:
 
 def test_an_order_is_reported_with_its_digests_once_both_are_there():
     bench = Bench()
-    bench.open()
-    bench.send(steps=3)
+    bench.order(steps=3)
     assert not bench.link.take(Sent), "reported before its bytes have arrived"
-    bench.end()
+    bench.end_all()
     kinds = [type(message) for message in bench.link.said if isinstance(message, Digested | Sent)]
     assert kinds == [Digested, Sent]
     digests, [sent] = bench.link.take(Digested), bench.link.take(Sent)
@@ -152,9 +106,8 @@ def test_an_order_is_reported_with_its_digests_once_both_are_there():
 def test_long_work_is_cut_so_that_transfers_are_looked_after(monkeypatch):
     monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
     bench = Bench()
-    bench.open()
-    bench.send()
-    bench.end(steps=3)
+    bench.order()
+    bench.end_all()
     assert not bench.link.take(Sent)
     looked = len(bench.link.waits)
     pieces = len(GEOMETRY.components[0].layers) * (2 + COMPONENT.lanes)
@@ -177,9 +130,8 @@ def test_a_table_that_does_not_fit_fails_its_room_alone():
 def test_memory_that_cannot_be_read_here_fails_the_order_and_the_verification(monkeypatch):
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "the CUDA driver finds no device")
     bench = Bench(MemoryKind.VRAM)
-    bench.open()
-    bench.send()
-    bench.end(QUIET)
+    bench.order()
+    bench.end_all(QUIET)
     [sent] = bench.link.take(Sent)
     assert sent.error_code == "unsupported"
     assert "integrity.digest" in sent.error

@@ -439,49 +439,25 @@ def test_earlier_endpoints_work_until_they_are_revoked():
 # ------------------------------------------------------------------------------------------- points of an engine's GPU
 
 
-class Points:
-    """Points that are reached when a test says so."""
+def test_an_engine_that_is_gone_fails_its_order_alone(monkeypatch):
+    bench, done = ready_bench(), set()
 
-    def __init__(self) -> None:
-        self.done: set[str] = set()
-        self.broken: set[str] = set()
-        self.closed = False
+    def reached(points) -> bool:
+        rings = {point.ring for point in points}
+        if "broken" in rings:
+            raise TransportError("the engine's GPU cannot be asked")
+        return rings <= done
 
-    def reached(self, points) -> bool:
-        for one in points:
-            if one.ring in self.broken:
-                raise TransportError(f"the engine's GPU cannot be asked: {one.ring} is gone")
-        return all(one.ring in self.done for one in points)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def gated_bench() -> tuple[Bench, Points]:
-    bench = ready_bench()
-    points = Points()
-    bench.worker._points = points  # type: ignore[assignment]
-    return bench, points
-
-
-def gated_order(bench: Bench, *rings: str, room: int = 1, steps: int = 1) -> int:
-    bench.orders += 1
-    section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
-    after = tuple(StreamPoint(ring=ring, handle=bytes(64), device_uuid="0" * 32) for ring in rings)
-    bench.say(Send(room=room, generation=1, order=bench.orders, section=section, after=after), steps=steps)
-    return bench.orders
-
-
-def test_an_engine_that_is_gone_fails_its_order_alone():
-    bench, points = gated_bench()
+    monkeypatch.setattr(bench.worker._points, "reached", reached)
     bench.open(room=2)
-    broken, waiting = gated_order(bench, "a"), gated_order(bench, "b", room=2)
-    points.broken.add("a")
-    bench.say()
+    waiting, broken = (
+        bench.order(room=room, after=(StreamPoint(ring=ring, handle=bytes(64), device_uuid="0" * 32),))
+        for room, ring in ((2, "slow"), (1, "broken"))
+    )
     (sent,) = bench.sent()
     assert (sent.order, sent.error_code, sent.quiet) == (broken, "transport_failed", True)
-    assert "a is gone" in sent.error
-    points.done.add("b")
+    assert "cannot be asked" in sent.error
+    done.add("slow")
     bench.say()
     bench.end(DONE)
     assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(waiting, "")]

@@ -168,7 +168,7 @@ def test_successors_are_taken_up_together_or_not_at_all(elsewhere, monkeypatch):
 
 
 def revoking_bench(elsewhere: Elsewhere) -> tuple[Bench, FakeTransport]:
-    """Whose earlier endpoints are being closed."""
+    """A bench whose earlier endpoints are being closed."""
     bench = ready_bench(elsewhere)
     old = bench.transport()
     bench.say(RenewEndpoints(epoch=1))
@@ -241,38 +241,23 @@ def test_a_worker_that_ends_while_a_successor_is_built_closes_that_too(elsewhere
 # ------------------------------------------------------------------------------------------- a GPU that hangs
 
 
-class Copies:
-    """Copies of pages on a GPU that has stopped."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.closed = False
-
-    def __len__(self) -> int:
-        return 0
-
-    def step(self) -> bool:
-        return False
-
-    def idle(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return False
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.mark.parametrize("error", [None, TransportError("the GPU has fallen off the bus")])
-def test_a_gpu_that_hangs_keeps_no_transport_open_and_no_worker_from_ending(elsewhere, clock_runs, error):
+def test_a_gpu_that_hangs_keeps_no_transport_open_and_no_worker_from_ending(monkeypatch, clock_runs, error):
     """Peers' writers are shut out; the GPU's own writes end with the process, which the worker asks for."""
-    bench = Bench()
+
+    def idle() -> bool:
+        if error is not None:
+            raise error
+        return False
+
+    bench, closed = Bench(), []
     clock_runs(bench)
-    bench.worker._copies = copies = Copies(error)
+    monkeypatch.setattr(bench.worker._copies, "idle", idle)
+    monkeypatch.setattr(bench.worker._copies, "close", lambda: closed.append(True))
     with pytest.raises(TransportError if error else DeadlineError, match="GPU"):
         bench.worker.close()
     assert bench.transport().closed
-    assert (bench.worker.closed, copies.closed) == (False, False)
+    assert (bench.worker.closed, closed) == (False, [])
 
 
 # ------------------------------------------------------------------------------------------- threads
