@@ -42,20 +42,13 @@ def test_every_child_interpreter_is_started_by_the_one_helper() -> None:
     assert found == set()
 
 
-def test_a_child_looks_for_modules_where_they_are_installed_only() -> None:
+def test_a_child_gets_neither_foreign_modules_nor_settings_nor_secrets() -> None:
+    """Variables that every process reads itself reach it: rank workers compile kernels into the cache that an operator names."""
     assert module_command("kvbridge", "version")[1:] == ["-P", "-m", "kvbridge", "version"]
-
-
-def test_a_child_gets_neither_settings_nor_secrets() -> None:
-    given = {"PATH": "/bin", "KVBRIDGE_HTTP__TOKEN": "secret", "KVBRIDGE_CONFIG": "x.yaml"}
-    assert child_environment(given) == {"PATH": "/bin"}
-
-
-def test_variables_that_every_process_reads_reach_children_and_are_no_settings() -> None:
-    """Rank workers compile kernels: the cache that an operator names has to be theirs."""
-    given = {"KVBRIDGE_KERNEL_CACHE": "/var/cache/kernels"}
-    assert child_environment(given) == given
-    assert given.keys() <= RESERVED_VARIABLES
+    cache = {"KVBRIDGE_KERNEL_CACHE": "/var/cache/kernels"}
+    given = {"PATH": "/bin", "KVBRIDGE_HTTP__TOKEN": "secret", "KVBRIDGE_CONFIG": "x.yaml"} | cache
+    assert child_environment(given) == {"PATH": "/bin"} | cache
+    assert cache.keys() <= RESERVED_VARIABLES
 
 
 @pytest.mark.slow

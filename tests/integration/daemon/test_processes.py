@@ -50,24 +50,24 @@ def child(tmp_path):
         each.kill()
 
 
-def test_stop_is_a_term_signal(child):
-    assert child(f"import time; {READY}; time.sleep(60)").stop() == -signal.SIGTERM
+@pytest.mark.parametrize(
+    ("code", "limits", "ended"),
+    [
+        (STUBBORN, {"timeout_s": 0.2}, -signal.SIGKILL),
+        (SECOND_TIME, {"timeout_s": 20, "hurry_after_s": 2.0}, 5),  # two signals at once would be one
+    ],
+    ids=["a stubborn one is killed", "hurry sends the signal again"],
+)
+def test_processes_end_together(child, code, limits, ended):
+    asked = child(code)
+    stop_all([asked], **limits)
+    assert asked.process.returncode == ended
 
 
-def test_a_stubborn_one_is_killed(child):
-    stubborn = child(STUBBORN)
-    stop_all([stubborn], timeout_s=0.2)
-    assert stubborn.process.returncode == -signal.SIGKILL
-
-
-def test_hurry_sends_the_signal_again(child):
-    asked_twice = child(SECOND_TIME)
-    stop_all([asked_twice], timeout_s=20, hurry_after_s=2.0)  # two signals at once would be one
-    assert asked_twice.process.returncode == 5
-
-
-def test_waiting_notices_an_end_before_its_deadline(child):
-    running = child(f"import time; {READY}; time.sleep(60)")
+def test_stop_is_a_term_signal_and_waiting_notices_an_end_before_its_deadline(child):
+    sleeper = f"import time; {READY}; time.sleep(60)"
+    assert child(sleeper).stop() == -signal.SIGTERM
+    running = child(sleeper)
     with pytest.raises(DeadlineError, match=r"a miracle: not within 0\.05 s"):
         wait_for("a miracle", lambda: None, timeout_s=0.05, watched=[running])
     running.kill()
@@ -171,22 +171,6 @@ async def test_a_defect_in_the_care_for_workers_is_raised(tmp_path, monkeypatch)
 
 
 @pytest.mark.asyncio
-async def test_a_bootstrap_whose_sweeper_ends_does_not_end_as_if_it_had_been_told_to(monkeypatch):
-    daemon = BootstrapDaemon(BootstrapConfig.model_validate({"http": {"port": 0}}))
-    await daemon.start()
-
-    async def defect() -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(daemon.directory, "expire", defect)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(daemon.failed(), LIMIT_S)
-    finally:
-        await daemon.close()
-
-
-@pytest.mark.asyncio
 async def test_a_worker_runs_no_module_of_the_working_directory(tmp_path, monkeypatch):
     """Whoever can write to the directory that a daemon was started in must not run code as the daemon's user."""
     planted, trace = tmp_path / "structlog.py", tmp_path / "was-run"
@@ -219,15 +203,19 @@ async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, 
 
 
 @pytest.mark.asyncio
-async def test_a_bootstrap_that_follows_its_secrets_no_more_ends(monkeypatch):
+@pytest.mark.parametrize("part", ["its sweeper", "the following of its secrets"])
+async def test_a_bootstrap_of_which_a_part_ends_does_not_end_as_if_it_had_been_told_to(monkeypatch, part):
     """Tokens and certificates that are changed from then on would never be in force, and nobody would know."""
     daemon = BootstrapDaemon(BootstrapConfig.model_validate({"http": {"port": 0}}))
 
     async def defect() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(daemon.secrets, "run", defect)
+    if part == "the following of its secrets":
+        monkeypatch.setattr(daemon.secrets, "run", defect)
     await daemon.start()
+    if part == "its sweeper":
+        monkeypatch.setattr(daemon.directory, "expire", defect)
     try:
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(daemon.failed(), LIMIT_S)
