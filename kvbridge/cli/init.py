@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import secrets
+import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
-from pydantic import ValidationError
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
 from kvbridge.cli.config import EXIT_FAILED, DaemonRole, fail
 from kvbridge.cli.keys import TOKEN_BYTES
 from kvbridge.config.pools import ModelConfig
-from kvbridge.config.rendering import render_commented
 from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
 from kvbridge.control.keys import generate_keys, write_keys, write_secret
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import PRESETS
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import IndexSpace, field_docs
 from kvbridge.daemon.layout import load_geometry, plan_memory
 
 NODES = {DaemonRole.PREFILL: DaemonRole.DECODE, DaemonRole.DECODE: DaemonRole.PREFILL}
@@ -38,6 +43,11 @@ TIERS = """Cached prefixes, host memory below the device and a store below that 
 (`tier.enabled`, `tier.host`, `tier.store`), and docs/concepts.md explains them.
 
 """
+WIDTH = 120
+UNBROKEN = "\u00a0"
+"""A space at which no line is broken."""
+UNITS = {"_s": "seconds", "_bytes": "bytes", "_us": "microseconds"}
+"""Unit of a value by the end of its key."""
 Section = dict[str, Any]
 
 
@@ -61,10 +71,11 @@ class InitialCluster:
     def files(self, *, complete: bool) -> dict[str, str]:
         """Return the text of each file: with every key if `complete`, else with those that a start needs."""
         configs = {role: role.schema.model_validate(self._settings(role)) for role in DaemonRole}
-        return {
-            f"{role}.yaml": render_commented(config, top=self._top(role, complete=complete), complete=complete)
+        lines = {
+            role: [*_comment(self._top(role, complete=complete), 0), *_section(config, 0, complete=complete)]
             for role, config in configs.items()
         }
+        return {f"{role}.yaml": "\n".join(text) + "\n" for role, text in lines.items()}
 
     def pool_bytes(self) -> dict[DaemonRole, int]:
         """Return the bytes of each node's pools."""
@@ -248,3 +259,73 @@ def _tell(folder: Path, cluster: InitialCluster) -> None:
         typer.echo(f"  kvbridge ROLE --config {folder}/ROLE.yaml")
     else:
         typer.echo(f"next: kvbridge up {folder}")
+
+
+# ---------------------------------------------------------------------------------------------- commented files
+
+
+def _section(config: BaseModel, depth: int, *, complete: bool) -> Iterator[str]:
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        if not complete and name not in config.model_fields_set:
+            continue
+        if not depth:
+            yield ""
+        if isinstance(value, BaseModel):
+            yield from _comment(field_docs(type(config)).get(name) or " ".join((value.__doc__ or "").split()), depth)
+            yield f"{'  ' * depth}{name}:"
+            yield from _section(value, depth + 1, complete=complete)
+            continue
+        yield from _comment(_describe(type(config), name), depth)
+        if value is None:
+            yield from _optional_section(info, depth)
+        unset = info.default_factory_takes_validated_data and name not in config.model_fields_set
+        yield f"{'  ' * depth}{'# ' if unset else ''}{name}: {_plain(value)}"
+
+
+def _describe(kind: type[BaseModel], name: str) -> str:
+    """Return a field's docstring with its choices, unit and default."""
+    info, text = kind.model_fields[name], field_docs(kind).get(name, "")
+    choices = [choice.value for choice in _choices(info.annotation)]
+    if not all(choice in text for choice in choices):
+        text = f"{text} One of {', '.join(choices)}.".strip()
+    facts = [unit for ending, unit in UNITS.items() if name.endswith(ending)]
+    if info.is_required():
+        facts.append("required")
+    elif not info.default_factory_takes_validated_data:
+        facts.append(f"default{UNBROKEN}{_plain(info.get_default(call_default_factory=True))}")
+    return f"{text} ({', '.join(facts)})" if facts else text
+
+
+def _optional_section(field: FieldInfo, depth: int) -> Iterator[str]:
+    """Yield the keys of a section that is null, as comments."""
+    for kind in get_args(field.annotation):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _comment("These keys in place of null:", depth)
+            for name in kind.model_fields:
+                yield from _comment(f"{name}: {_describe(kind, name)}", depth, indent="    ")
+
+
+def _choices(annotation: Any) -> tuple[StrEnum, ...]:  # noqa: ANN401 - any type that a field may have
+    """Return the values of the enumeration that an annotation is, may be, or is a sequence of."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, StrEnum):
+            return tuple(kind)
+    return ()
+
+
+def _comment(text: str, depth: int, indent: str = "") -> Iterator[str]:
+    margin = "  " * depth + "#"
+    for paragraph in text.split("\n"):
+        lines = textwrap.wrap(paragraph, WIDTH - len(margin) - 1 - len(indent), break_on_hyphens=False) or [""]
+        yield from (f"{margin} {indent}{line.replace(UNBROKEN, ' ')}".rstrip() for line in lines)
+
+
+def _plain(value: Any) -> str:  # noqa: ANN401 - whatever a field holds
+    value = to_jsonable_python(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value == "":
+        return '""'
+    dumped = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False, allow_unicode=True)
+    return dumped.removesuffix("\n").removesuffix("\n...")
