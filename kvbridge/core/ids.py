@@ -30,7 +30,7 @@ MAX_ROOM = 2**ROOM_BITS - 1
 
 
 RoomId = Annotated[int, Field(ge=0, le=MAX_ROOM)]
-"""Names one request on both sides: a number from 0 to `MAX_ROOM`, chosen by whoever admits the request."""
+"""Names one request on both sides: a number from 0 to `MAX_ROOM`, chosen by the caller that admits the request."""
 
 Uint64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**62)]
@@ -58,7 +58,7 @@ class IndexSpace(StrEnum):
     HOST = "host"
     """Pages of the node's host pool."""
     FULL_COPY = "full_twin"
-    """Host copies of pages of `full`. Like `swa_twin` a node's own: no peer ever names one."""
+    """Host copies of pages of `full`. Like `swa_twin` a node's own: peers never name them."""
     SWA_COPY = "swa_twin"
     """Host copies of pages of `swa` at the end of a prefix."""
 

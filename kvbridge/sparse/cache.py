@@ -161,7 +161,7 @@ class SparseCache(Closing):
         request = self.requests.admit(request_slot, host_page_ids.copy(), rows, shared_pages=shared_pages)
         loads = self._loads(request)
         stream, memory = self._load_stream, self.memory
-        stream.follow()  # steps of whoever was in the slot before
+        stream.follow()  # steps of the request that had the slot before
         stream.follow(self._backup_stream)
         with self._tables.buffer(stream) as words, stream.running():
             memory.forget(request_slot)

@@ -70,7 +70,7 @@ class Region(FrozenModel):
     @property
     def label(self) -> str:
         """Its name in error messages."""
-        where = " (host)" if self.space is IndexSpace.HOST else "" if self.space in REQUEST_SPACES else " (twin)"
+        where = " (host)" if self.space is IndexSpace.HOST else "" if self.space in REQUEST_SPACES else " (host copy)"
         return f"{self.component} layer {self.layer}{where}"
 
     @property

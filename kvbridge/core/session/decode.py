@@ -24,9 +24,9 @@ class DecodeState(StrEnum):
     OFFERED = "offered"
     """The prefill nodes may write."""
     VERIFYING = "verifying"
-    """Every writer is done, so nobody writes any more; the ranks of this node compute digests of their memory."""
+    """Every writer is done; the ranks of this node compute digests of their memory."""
     ABORTING = "aborting"
-    """Somebody stopped the room; it waits until no prefill node writes."""
+    """The room was stopped; it waits until no prefill node writes."""
     FAILING = "failing"
     """The room cannot complete; it waits until no prefill node writes."""
     COMMITTED = "committed"
@@ -34,7 +34,7 @@ class DecodeState(StrEnum):
     CLAIMED = "claimed"
     """Engines read it."""
     ABORTING_CLAIMED = "aborting_claimed"
-    """Somebody stopped the room; it waits until no engine reads it any more."""
+    """The room was stopped; it waits until no engine reads it any more."""
     FAILING_CLAIMED = "failing_claimed"
     """An engine that had claimed the room died; it waits until the others do not read it any more."""
     COMPLETED = "completed"
@@ -52,7 +52,7 @@ class DecodeEvent(StrEnum):
     ALL_DONE = "all_done"
     """Every writer reported Done with the rows that it owes."""
     ARRIVED = "arrived"
-    """The same, for a room whose digests are compared before it is readable."""
+    """The same, for a room whose digests have to be compared before it can be read."""
     VERIFIED = "verified"
     """Every digest equals the writers'."""
     ABORT = "abort"
@@ -79,7 +79,7 @@ class DecodeAction(StrEnum):
     TELL_ABORT = "tell_abort"
     """Ask every prefill node to stop and to prove it; one without our offer stops holding the room."""
     WITHDRAW = "withdraw"
-    """Tell every prefill node, as soon as it is known, that nobody comes for the room: it may hold it."""
+    """Tell every prefill node that may hold the room, as soon as the node is known, that this node does not come for it."""
     VERIFY = "verify"
     """Have the ranks of this node compute the digests."""
     REJECT = "reject"
@@ -109,7 +109,7 @@ DECODE_TABLE: Table[DecodeState, DecodeEvent, DecodeAction] = Table(
             _E.ABORT: (_S.ABORTED, (_A.WITHDRAW, *_ENDED)),
             _E.FAULT: (_S.FAILED, (_A.WITHDRAW, *_ENDED)),
         },
-        # Nobody has been told of any page, so nobody writes and nothing has to be proved.
+        # No prefill node knows a page of the room, so none writes, and nothing has to be proved.
         _S.INTENDED: {
             _E.PAGES: (_S.OFFERED, (_A.OFFER,)),
             _E.ABORT: (_S.ABORTED, (_A.TELL_ABORT, *_ENDED)),
@@ -186,7 +186,7 @@ class DecodeSpeaker(StrEnum):
     OWN_RANK = "own_rank"
     """A rank worker of this node."""
     ANYBODY = "anybody"
-    """Any node: the writers of a room that is over are forgotten."""
+    """Any node: the writers of an ended room are forgotten."""
 
 
 class DecodeMessage(StrEnum):
@@ -206,11 +206,11 @@ _TAKE, _PROOF, _LATE = Meaning.TAKE, Meaning.PROOF, Meaning.LATE
 _STOPPED_HEARS = {
     _W.WRITES: {_M.DONE: _PROOF, _M.PATH_LOST: _PROOF, _M.DRAINED: _PROOF, _M.DIGESTS: _LATE, _M.FAILED: _LATE},
     _W.IS_DONE: {_M.DRAINED: _PROOF, _M.DONE: _LATE, _M.DIGESTS: _LATE},
-    # A node that gave the room up also turns the offer away that was on its way: it says Failed and Drained twice.
+    # A node that gave the room up also refuses the offer that was on its way: it says Failed and Drained twice.
     _W.HAS_DRAINED: {_M.DRAINED: _PROOF, _M.FAILED: _LATE},
 }
 _ARRIVED_HEARS = {
-    # Drained: somebody cancelled the room on prefill after everything was sent.
+    # Drained: the room was cancelled on prefill after everything was sent.
     _W.IS_DONE: {_M.DRAINED: _LATE, _M.DONE: _LATE, _M.DIGESTS: _LATE},
     _W.HAS_DRAINED: {_M.DRAINED: _LATE},
 }
@@ -222,7 +222,7 @@ _OVER_HEARS = {
 DECODE_HEARS: Hearing[DecodeState, DecodeSpeaker] = Hearing(
     {
         _S.AWAITING_PAGES: {},
-        # Nobody knows a page of the room, so nobody can have written one. A node can only say that it does not hold the room.
+        # No node knows a page of the room, so none can have written one. A node can only say that it does not hold the room.
         _S.INTENDED: {_W.WRITES: {_M.FAILED: _TAKE}},
         _S.RESERVED: {},
         _S.OFFERED: {

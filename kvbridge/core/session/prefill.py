@@ -24,7 +24,7 @@ class PrefillState(StrEnum):
     SENDING = "sending"
     """The destination is known; published tokens are sent."""
     ABORTING = "aborting"
-    """Somebody stopped the room; it waits until nothing is in flight."""
+    """The room was stopped; it waits until nothing is in flight."""
     FAILING = "failing"
     """The room cannot complete; it waits until nothing is in flight."""
     COMPLETED = "completed"
@@ -134,7 +134,7 @@ class PrefillMessage(StrEnum):
 
 _W, _M = PrefillSpeaker, PrefillMessage
 _TAKE, _PROOF, _TURN_AWAY, _LATE = Meaning.TAKE, Meaning.PROOF, Meaning.TURN_AWAY, Meaning.LATE
-# The room has nothing of this node's. Its Abort is answered with the truth: nobody here writes to its pages.
+# The speaker has nothing of the room. Its Abort is answered with the truth: no rank here writes to its pages.
 _OTHERS_HEARS = {_M.INTEND: _TURN_AWAY, _M.OFFER: _TURN_AWAY, _M.ABORT: _PROOF}
 # A retried offer, or another one: neither ends the work for the first offer, nor may the answer look like proof.
 _OFFERED_HEARS = {_M.ABORT: _TAKE, _M.OFFER: _LATE, _M.INTEND: _LATE}
@@ -184,10 +184,10 @@ PREFILL_HEARS: Hearing[PrefillState, PrefillSpeaker] = Hearing(
 
 
 class RankProgress:
-    """Tokens published and tokens handed to the worker, for each layer of a rank. Owned by its room."""
+    """The tokens published and the tokens handed to the worker, for each layer of a rank. Owned by its room."""
 
     def __init__(self, layers: Iterable[int], *, prompt_tokens: int, computed_tokens: int = 0) -> None:
-        """The first `computed_tokens` tokens are held by the node, and published from the beginning."""
+        """The node holds the first `computed_tokens` tokens: they are published from the beginning."""
         self.layers = tuple(layers)
         self.prompt_tokens = prompt_tokens
         self._published = dict.fromkeys(self.layers, computed_tokens)
@@ -208,7 +208,7 @@ class RankProgress:
         return None if layers is None else tuple(layer for layer in layers if layer in self._published)
 
     def publish(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
-        """Record that the first `upto_token` tokens are final in memory, for some layers or for all. `check` was called before."""
+        """Record that the first `upto_token` tokens are final in memory, for some layers or for all, after `check`."""
         for layer in self.layers if layers is None else layers:
             self._published[layer] = upto_token
 

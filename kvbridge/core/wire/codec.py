@@ -225,7 +225,7 @@ NODE_TO_ENGINE: MessageCodec[NodeToEngine] = MessageCodec(NodeToEngine, "node-to
 
 # ---------------------------------------------------------------------------------------------- packed ranks
 
-# A peer learns of a rank in packed bytes, which are small to send and to keep, and opened only by whoever needs them. Regions of
+# A peer learns of a rank in packed bytes, which are small to send and to keep, and unpacked only where they are needed. Regions of
 # one component mostly differ in layer and addresses alone, so they travel as groups: the form once, the layers, and eight bytes for
 # each extent. The time and memory that opening takes follow from the length.
 

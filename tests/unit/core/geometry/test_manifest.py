@@ -62,7 +62,7 @@ def test_true_manifests_pass(name):
         (
             Kind.C4_KV,
             {"space": "full_twin", "memory": "dram"},
-            r"c4_kv layer 2 \(twin\): its page ids count space 'full_twin'",
+            r"c4_kv layer 2 \(host copy\): its page ids count space 'full_twin'",
         ),
         (Kind.C4_KV, {"lane_stop": 2}, r"c4_kv layer 2: holds lanes \[0, 2\), but rank 0 of 1 must hold \[0, 1\) of 1"),
         (Kind.C4_INDEXER, {"space": "host"}, r"c4_indexer layer 2 \(host\): this component cannot live in the host"),
