@@ -91,20 +91,30 @@ def keys_of(tokens: int | list[int]) -> Keys:
     return page_keys(IDENTITY, HISTORY[:tokens] if isinstance(tokens, int) else tokens)
 
 
+@dataclass
 class NodeBench:
-    """Of both roles: a node with `pages` pages of the full space."""
+    """A node of either role with `pages` pages of the full space, and `twins` pages of a host tier."""
 
-    service: PrefillRooms | DecodeRooms
+    adopted: bool = False
+    shares_prefixes: bool = True
+    pages: int = 16
+    twins: int = 0
+    clock: ManualClock = field(default_factory=ManualClock)
+    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
+    events: RecordedEvents = field(default_factory=RecordedEvents)
     prefill: tuple = ()
-    peer: str
-    """Who speaks when a test names nobody."""
+    peer: str = DECODE
+    """The speaker when a test names nobody."""
 
-    def _make(self, spaces: dict[IndexSpace, int], twins: int) -> None:
+    def _make(self, spaces: dict[IndexSpace, int]) -> None:
         self.book = PageBook({}, adopted=spaces) if self.adopted else PageBook(spaces)
         self.prefixes: PrefixCache | None = None
         if self.shares_prefixes and not self.adopted:  # as the daemon makes it: for pages that the node gives out
-            index = PrefixIndex((FULL,), self.pages + twins, has_copies=bool(twins))
+            index = PrefixIndex((FULL,), self.pages + self.twins, has_copies=bool(self.twins))
             self.prefixes = PrefixCache(self.book, index, clock=self.clock, restores=True)
+
+    def _settings(self, **fields) -> RoomSettings:
+        return RoomSettings(adopted=self.adopted, shares_prefixes=self.shares_prefixes, **fields)
 
     def admit(self, room: int = 1, tokens: int = TOKENS, **fields) -> RoomReport:
         fields = {"prefill": self.prefill, "prompt_tokens": tokens} | fields
@@ -160,47 +170,27 @@ class PrefillBench(NodeBench):
     """A prefill node. Rooms of models with windows take pages of the window space and a request slot, too."""
 
     ranks: tuple[Rank, ...] = (R0,)
-    adopted: bool = False
-    shares_prefixes: bool = True
-    pages: int = 16
     geometry: ModelGeometry = GEOMETRY
     windows: int = 16
     interval: int = 0
-    """Of checkpoints, in tokens."""
+    """Tokens between checkpoints."""
     part_of_instance: bool = False
-    twins: int = 0
-    """Pages of the host tier, which has 8 checkpoints beside them."""
-    clock: ManualClock = field(default_factory=ManualClock)
     peers: FakePeers = field(default_factory=FakePeers)
-    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
-    events: RecordedEvents = field(default_factory=RecordedEvents)
-    peer: str = DECODE
 
     def __post_init__(self) -> None:
         spaces = {FULL: self.pages}
         if self.geometry is V4:
             spaces |= {SWA: self.windows, IndexSpace.REQUEST: 8}
-        self._make(spaces | ({FULL_COPY: self.twins, SWA_COPY: 8} if self.twins else {}), self.twins)
+        self._make(spaces | ({FULL_COPY: self.twins, SWA_COPY: 8} if self.twins else {}))
         self.workers = FakeWorkers(*self.ranks, geometry=self.geometry)
-        self.service = PrefillRooms(
-            PrefillPages(
-                self.book,
-                RoomSettings(
-                    geometry=self.geometry,
-                    adopted=self.adopted,
-                    shares_prefixes=self.shares_prefixes,
-                    limits=PREFILL_LIMITS,
-                    checkpoint_interval_tokens=self.interval,
-                    part_of_instance=self.part_of_instance,
-                ),
-                self.events,
-                self.prefixes,
-            ),
-            self.workers,
-            self.engines,
-            self.peers,
-            clock=self.clock,
+        settings = self._settings(
+            geometry=self.geometry,
+            limits=PREFILL_LIMITS,
+            checkpoint_interval_tokens=self.interval,
+            part_of_instance=self.part_of_instance,
         )
+        pages = PrefillPages(self.book, settings, self.events, self.prefixes)
+        self.service = PrefillRooms(pages, self.workers, self.engines, self.peers, clock=self.clock)
         self.verbs = EngineVerbs(self.service, self.ranks)
 
     def offer(self, room: int = 1, *, peer: str = "", **fields) -> None:
@@ -281,46 +271,21 @@ def ids(pages: Pages, space: IndexSpace = FULL) -> list[int]:
 
 @dataclass
 class DecodeBench(NodeBench):
-    adopted: bool = False
-    shares_prefixes: bool = True
     keeps_answers: bool = True
     digest: DigestKind = DigestKind.NONE
-    pages: int = 16
-    twins: int = 0
-    """Pages of the host tier."""
     store: StoredPrefixes | None = None
-    clock: ManualClock = field(default_factory=ManualClock)
     nodes: FakeNodes = field(default_factory=FakeNodes)
     fence: FakeFence = field(default_factory=FakeFence)
     ranks: FakeWorkers = field(default_factory=FakeWorkers)
-    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
-    events: RecordedEvents = field(default_factory=RecordedEvents)
     peer: str = PREFILL
     prefill: tuple = (ADDRESS,)
 
     def __post_init__(self) -> None:
-        self._make({FULL: self.pages} | ({FULL_COPY: self.twins} if self.twins else {}), self.twins)
-        self.service = DecodeRooms(
-            RoomPages(
-                self.book,
-                RoomSettings(
-                    geometry=GEOMETRY,
-                    adopted=self.adopted,
-                    shares_prefixes=self.shares_prefixes,
-                    keeps_answers=self.keeps_answers,
-                    digest=self.digest,
-                    limits=DECODE_LIMITS,
-                ),
-                self.events,
-                self.prefixes,
-                self.store,
-            ),
-            self.ranks,
-            self.engines,
-            self.nodes,
-            self.fence,
-            clock=self.clock,
-        )
+        self._make({FULL: self.pages} | ({FULL_COPY: self.twins} if self.twins else {}))
+        answers = {"keeps_answers": self.keeps_answers, "digest": self.digest}
+        settings = self._settings(geometry=GEOMETRY, limits=DECODE_LIMITS, **answers)
+        pages = RoomPages(self.book, settings, self.events, self.prefixes, self.store)
+        self.service = DecodeRooms(pages, self.ranks, self.engines, self.nodes, self.fence, clock=self.clock)
         self.verbs = EngineVerbs(self.service)
 
     def told(self, kind: type, peer: str | None = None) -> list:
@@ -391,17 +356,8 @@ class KeyedDecode(DecodeBench):
 
 
 def setup(rank: Rank) -> WorkerSetup:
-    return WorkerSetup(
-        geometry=GEOMETRY,
-        rank=rank,
-        pp_size=1,
-        tp_size=2,
-        layers=(0,),
-        device=(),
-        host=(),
-        transports="{}",
-        transfer_timeout_s=1.0,
-    )
+    sizes = {"pp_size": 1, "tp_size": 2, "layers": (0,), "device": (), "host": ()}
+    return WorkerSetup(geometry=GEOMETRY, rank=rank, **sizes, transports="{}", transfer_timeout_s=1.0)
 
 
 class FakeProcess:

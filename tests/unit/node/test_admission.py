@@ -119,13 +119,11 @@ class Bench:
 
 
 async def turn() -> None:
-    """Let everything happen that is due."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def refused(code: str, call: Awaitable[object]) -> str:
-    """Return the text of a refusal."""
     with pytest.raises(BridgeError) as caught:
         await asyncio.wait_for(call, 20)
     assert caught.value.code == code
@@ -147,9 +145,6 @@ async def made():
         await asyncio.gather(*bench.tasks, return_exceptions=True)
         assert bench.admission.waiting == 0
         check_book(bench.book)
-
-
-# ------------------------------------------------------------------------------------------- waiting
 
 
 async def test_what_is_stored_of_a_prompt_is_fetched_before_it_is_admitted_and_for_nobody_who_is_refused(made):
@@ -216,9 +211,6 @@ async def test_what_can_never_be_served_does_not_wait_and_the_end_refuses_everyb
         assert "shutting down" in await refused("not_ready", task)
 
 
-# ------------------------------------------------------------------------------------------- caps
-
-
 async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
     bench = made(client_max_rooms=2, clients={"vip": {"max_rooms": 3}})
     for room in (1, 2):
@@ -248,9 +240,6 @@ async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours_and_who_w
     bench.rooms.end(2)
     with pytest.raises(CapacityError, match="2 requests wait for one of the 1 rooms"):
         bench.now(7)
-
-
-# ------------------------------------------------------------------------------------------- when to come back
 
 
 async def test_a_refusal_says_when_the_pages_will_be_there(made):
@@ -297,9 +286,6 @@ async def test_the_scarcest_space_decides_and_pages_of_rooms_that_are_ending_are
     assert admission._room_ends_s(of=10) == before_s, "the end of a copy between tiers is no room's"
 
 
-# ------------------------------------------------------------------------------------------- what is shown
-
-
 async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     bench = made(unready_after_s=30)
     bench.now(1, 5)
@@ -314,9 +300,6 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     assert bench.admission.starved_s == 30.0
     bench.rooms.end(1)
     assert (bench.admission.problem(), bench.admission.starved_s) == ("", 0.0), "at once, without a tick"
-
-
-# ------------------------------------------------------------------------------------------- prefixes that stay
 
 
 def prompt(name: str, pages: int) -> Keys:

@@ -120,9 +120,6 @@ def load_of(pages) -> dict[IndexSpace, tuple[int, list[int]]]:
     return {space: (table.first_page, table.ids.tolist()) for space, table in tables_from_wire(pages.load).items()}
 
 
-# ------------------------------------------------------------------------------------------- prefill
-
-
 def on_host(tokens: list[int], **fields) -> PrefixBench:
     """A prompt has crossed, and is on the host only."""
     bench = PrefixBench(twins=32, **fields)
@@ -132,7 +129,6 @@ def on_host(tokens: list[int], **fields) -> PrefixBench:
 
 
 def load(bench: PrefixBench, room: int) -> None:
-    """The engine's part: enqueued behind a point."""
     after = {str(rank): POINT for rank in bench.ranks}
     bench.verbs.publish("engine", None, room, upto_token=bench.room(room).computed_tokens, after=after)
     bench.verbs.loaded("engine", room, bench.ranks, bytes=100, seconds=0.5)
@@ -181,9 +177,6 @@ def test_an_abort_by_decode_keeps_what_the_engine_has_finished():
     bench.abort(2)
     bench.closed(2)
     assert bench.admit(3, HISTORY[:2000]).computed_tokens == 1280
-
-
-# ------------------------------------------------------------------------------------------- decode
 
 
 class DecodeBench(KeyedDecode):

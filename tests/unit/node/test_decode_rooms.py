@@ -48,9 +48,6 @@ def claimed(*engines: str) -> DecodeBench:
     return bench
 
 
-# ------------------------------------------------------------------------------------------- admission and handshake
-
-
 STAGES = {"tp_size": 1, "ranks": (Rank(pp=1, tp=0),), "stage_boundaries": (1,)}
 
 
@@ -107,9 +104,6 @@ def test_what_nodes_that_never_answer_were_to_be_told_is_bounded(monkeypatch):
     assert [message.room for _, message in bench.nodes.messages] == [3, 3, 4, 4, 5, 5]
 
 
-# ------------------------------------------------------------------------------------------- what writers report
-
-
 @pytest.mark.parametrize("factor", [0, 2])
 def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
     bench = offered()
@@ -162,9 +156,6 @@ def test_a_room_whose_writer_has_lost_what_is_no_transport_fails():
     bench = offered()
     path_lost(bench, transport="pigeon")
     assert (bench.fence.paths, bench.report().reason_code) == ([], "protocol")
-
-
-# ------------------------------------------------------------------------------------------- engines
 
 
 def test_claims_are_refused_before_the_commit_after_the_end_and_twice():
@@ -251,9 +242,6 @@ def test_an_engine_releases_the_attempt_that_it_has_claimed():
     assert bench.state() is DecodeState.FAILED
     assert bench.verbs.claim("a").generation == 2
     assert bench.free == 14
-
-
-# ------------------------------------------------------------------------------------------- adopted pools
 
 
 def adopting(*rooms: int) -> DecodeBench:

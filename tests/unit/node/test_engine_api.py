@@ -89,9 +89,6 @@ def decode(**fields) -> Api:
     return api
 
 
-# ------------------------------------------------------------------------------------------- engines come
-
-
 def test_an_engine_attaches_for_ranks_of_this_node():
     api = Api(PrefillBench(ranks=(R0, R1)), (R0, R1))
     for fields, text in (
@@ -137,9 +134,6 @@ def test_engines_are_one_client_of_their_own_and_are_told_when_to_come_back():
     api.call(Admit(call=4, room=2, prompt_tokens=1))
     refused = api.call(Admit(call=5, room=3, prompt_tokens=1))
     assert (refused.code, "client 'engine' has 2 rooms" in refused.message) == ("client_limit", True)
-
-
-# ------------------------------------------------------------------------------------------- rooms that engines admit
 
 
 def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
@@ -230,9 +224,6 @@ def test_a_call_that_fails_by_a_defect_is_refused_and_leaves_no_room_behind(fail
     assert api.bench.free == 16
 
 
-# ------------------------------------------------------------------------------------------- the decode verbs
-
-
 def test_the_decode_verbs():
     api = decode()
     bench = api.bench
@@ -258,9 +249,6 @@ def test_the_decode_verbs():
     assert api.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
     assert api.call(Claim(call=7, room=1)).code == "room_failed"
     assert api.call(Claim(call=8, room=2)).code == "unknown_room"
-
-
-# ------------------------------------------------------------------------------------------- engines go
 
 
 def using(role: str) -> Api:

@@ -100,7 +100,6 @@ class PrefillSide:
 
     @property
     def rejected(self) -> str:
-        """With which code somebody was, the last time."""
         return pick(self.messages, Rejected)[-1].code
 
 
@@ -219,9 +218,6 @@ def test_what_reaches_a_decode_node_is_shown_as_it_changes():
     side.nodes.paths_changed(lost.model_copy(update={"peer": "unknown"}))
 
 
-# ------------------------------------------------------------------------------------------- inspections
-
-
 def slow() -> PrefillSide:
     """A prefill node that knows DECODE and checks what it says anew, which ends when the test says so."""
     side = PrefillSide()
@@ -274,9 +270,6 @@ def test_what_waits_is_bounded(count, payload_bytes):
     assert not side.nodes.known()
     side.end_inspection()
     assert side.delivered == []
-
-
-# ------------------------------------------------------------------------------------------- two releases, two models
 
 
 def test_an_older_decode_node_is_welcomed_with_what_both_have(monkeypatch):

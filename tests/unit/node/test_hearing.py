@@ -53,9 +53,6 @@ def failed() -> Failed:
     return Failed(**SAID, code="transport_failed", message="cable")
 
 
-# ------------------------------------------------------------------------------------------- the decode side
-
-
 ARRIVED = {
     DecodeState.VERIFYING,
     DecodeState.COMMITTED,
@@ -197,8 +194,6 @@ def test_no_word_of_a_writer_before_the_offer_counts_after_it():
     assert bench.events.refusals == {"unexpected_done": 1, "unexpected_path_lost": 1, "unexpected_drained": 1}
 
 
-# ------------------------------------------------------------------------------------------- the prefill side
-
 HOW_THEY_GO: dict[PrefillState, tuple[str, ...]] = {
     PrefillState.AWAITED: ("intend",),
     PrefillState.SENDING: ("offer",),
@@ -307,9 +302,6 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
             proof = [] if isinstance(message, Intend) else [Drained]  # an offer may follow an intent, and be taken
             assert [type(said) for said in bench.told(object, who)][-1 - len(proof) :] == [Failed, *proof]
         check_book(bench.book)
-
-
-# ------------------------------------------------------------------------------------------- engines
 
 
 def engine_calls(bench: DecodeBench | PrefillBench) -> dict[str, Callable[[], object]]:

@@ -83,9 +83,6 @@ def test_a_room_in_use_has_no_limit():
     assert limit(bench) == ("", None)
 
 
-# ------------------------------------------------------------------------------------------- what users are told
-
-
 def told(bench: NodeBench) -> tuple[str, str]:
     report = bench.report()
     return report.state.value, report.waits_for

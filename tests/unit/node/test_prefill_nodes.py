@@ -67,7 +67,6 @@ class DecodeSide:
 
 
 def at(port: int, **fields):
-    """Another address of the node."""
     return ADDRESS.model_copy(update={"endpoint": f"tcp://10.0.0.9:{port}"} | fields)
 
 
@@ -158,8 +157,6 @@ def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):
     assert not side.nodes.speaks(ADDRESS, PREFILL)
     assert side.nodes.speaks(OTHER_ADDRESS, NEXT_LIFE)
 
-
-# ------------------------------------------------------------------------------------------- two releases, two models
 
 DIGESTS = Features(has=("digests",), requires=("digests",))
 

@@ -68,9 +68,6 @@ def test_a_room_is_sent_while_it_is_computed():
     assert set(ended.phases_s) <= set(PHASES[Role.PREFILL])
 
 
-# ------------------------------------------------------------------------------------------- what is refused
-
-
 def test_admission_is_refused_with_the_reason_and_keeps_nothing():
     bench = PrefillBench(pages=3)
     bench.workers.lacking = "rank worker pp0.tp0 is starting"
@@ -129,9 +126,6 @@ def test_a_call_that_does_not_fit_is_refused():
         verbs.begin(ranks=(R1,), prompt_tokens=5)
     with pytest.raises(UnknownRoomError):
         verbs.begin(room=5)
-
-
-# ------------------------------------------------------------------------------------------- what may still touch pages
 
 
 @pytest.mark.parametrize("followed", [True, False])
@@ -199,9 +193,6 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
     assert failing.free == 16
 
 
-# ------------------------------------------------------------------------------------------- adopted pools
-
-
 def test_adopted_pages_must_cover_what_is_published_and_be_nobody_elses():
     bench = PrefillBench(adopted=True)
     bench.admit()
@@ -242,9 +233,6 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
     check_book(bench.book)
 
 
-# ------------------------------------------------------------------------------------------- orders
-
-
 def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
     monkeypatch.setattr(rank_work, "MAX_POINTS", 2)
     points = [StreamPoint(ring="ring", handle=bytes([number]) * 64, device_uuid="0" * 32) for number in range(4)]
@@ -281,9 +269,6 @@ def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_t
     bench.closed()
     [drained] = bench.told(Drained, DECODE)
     assert (drained.in_transit, bench.told(PathLost, DECODE)) == (in_transit, told)
-
-
-# ------------------------------------------------------------------------------------------- offers
 
 
 def early_offer(room: int = 1, **fields) -> Offer:

@@ -46,9 +46,6 @@ def committed(*engines: str) -> DecodeBench:
     return bench
 
 
-# ------------------------------------------------------------------------------------- admission
-
-
 @pytest.mark.parametrize("shares_prefixes", [True, False])
 def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(shares_prefixes):
     bench = PrefillBench(shares_prefixes=shares_prefixes)
@@ -72,9 +69,6 @@ async def test_a_namespace_that_may_not_be_named_is_a_counted_refusal(wait_s):
     assert bench.events.refusals == {"namespace_forbidden": 1}
     assert bench.free == 16
     assert (await admission.admit(AdmissionRequest(**asked), Namespaces(frozenset({"acme"})))).room == 1
-
-
-# ------------------------------------------------------------------------------------- begin
 
 
 def test_an_engine_that_states_none_is_told_what_to_do_and_the_room_goes_on():
@@ -114,9 +108,6 @@ def test_engines_of_a_node_that_end_the_prompt_differently_fail_the_room():
     assert bench.report().reason_code == "key_mismatch"
 
 
-# ------------------------------------------------------------------------------------- claim
-
-
 def test_a_claim_with_other_tokens_fails_the_room_on_both_sides():
     bench = committed()
     with pytest.raises(KeyMismatchError, match=r"decode engine's tokens .*page 2"):
@@ -127,8 +118,6 @@ def test_a_claim_with_other_tokens_fails_the_room_on_both_sides():
     with pytest.raises(RoomFailedError, match="page 2"):
         bench.verbs.claim("engine", 1, KEYS)
 
-
-# ------------------------------------------------------------------------------------- release
 
 WHOLE = 5 * PAGE - 1
 """Tokens of the prompt and those fed after it: four whole pages, and one that lacks a row."""

@@ -25,11 +25,7 @@ def page_digests(value: int = 5, **changed):
     return (one.model_copy(update=changed),)
 
 
-# ------------------------------------------------------------------------------------------- decode
-
-
 def expect(bench: DecodeBench, digests=None, part: int = 0) -> None:
-    """A writer says what the digests of its pages are."""
     bench.hear(Digests(room=1, generation=1, writer=R0, part=part, digests=digests or page_digests()))
 
 
@@ -78,9 +74,6 @@ def test_digests_of_what_the_room_does_not_have_fail_it():
     expect(bench, page_digests(first_page=2))
     assert bench.report().reason_code == "protocol"
     assert "pages [0, 2)" in bench.report().reason
-
-
-# ------------------------------------------------------------------------------------------- prefill
 
 
 def sending() -> PrefillBench:

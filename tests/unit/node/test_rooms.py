@@ -63,9 +63,6 @@ def make_book(*rooms: Room, clock: ManualClock | None = None, **settings) -> Roo
     return book
 
 
-# ------------------------------------------------------------------------------------------- receipts and limits
-
-
 def test_receipts_are_bounded_without_a_sweep():
     book = make_book(keep_rooms=3)
     for number in range(1, 8):
@@ -109,9 +106,6 @@ def test_a_deadline_is_named_once_and_limits_that_nothing_hangs_on_any_more_are_
     assert set(book.due(clock())) == {room}
     assert room.late(clock()) == "timeouts.room_s"
     assert room.late(clock()) == ""
-
-
-# ------------------------------------------------------------------------------------------- waiting for a state
 
 
 async def settled():
@@ -166,9 +160,6 @@ async def test_wait_ends_in_time():
         await book.wait(2, 1, frozenset())
 
 
-# ------------------------------------------------------------------------------------------- pages of rooms
-
-
 def pages_of_rooms(book: PageBook) -> RoomPages:
     return RoomPages(book, RoomSettings(geometry=GEOMETRY, limits=PREFILL_LIMITS), RecordedEvents())
 
@@ -210,9 +201,6 @@ def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_
     assert pages.quarantine_reasons() == {}
 
 
-# ------------------------------------------------------------------------------------------- lists
-
-
 def listed(book: RoomBook, *, after: int = 0, limit: int = 100, state: RoomState | None = None):
     page = book.page(RoomQuery(state=frozenset({state} - {None}), after=after, limit=limit))
     return [room.room for room in page.rooms], page.next
@@ -235,9 +223,6 @@ def test_a_listing_looks_at_so_many_rooms_and_says_where_to_go_on(monkeypatch):
     assert listed(book, state=RoomState.FAILED) == ([], 3)
     assert listed(book, after=3, state=RoomState.FAILED) == ([], 6)
     assert listed(book, after=6, state=RoomState.FAILED) == ([7], None)
-
-
-# ------------------------------------------------------------------------------------------- transitions
 
 
 FLASH = preset("deepseek-v4-flash")

@@ -35,18 +35,13 @@ def bench():
 
 
 def with_another(keys: Keys, page: int) -> Keys:
-    """The keys of a prompt that differs in one page."""
     stated = keys.to_list()
     stated[page] = bytes(16)
     return Keys.of(stated)
 
 
 def other_end(tokens: int) -> Keys:
-    """The keys of a prompt whose last token is another one."""
     return keys_of([*HISTORY[: tokens - 1], 0])
-
-
-# ------------------------------------------------------------------------------------------- what is not sent
 
 
 @pytest.mark.parametrize("over", [0, 1, 4, 128])
@@ -66,9 +61,6 @@ def test_the_second_of_two_is_offered_for_what_lacks_only(bench, over):
     bench.claim(second)
     bench.verbs.release(room=2)
     assert (bench.cached, bench.free) == (4, 16)
-
-
-# ------------------------------------------------------------------------------------------- namespaces
 
 
 def test_a_prompt_is_found_only_in_the_namespace_in_which_it_was_kept(bench):
@@ -100,9 +92,6 @@ def test_two_namespaces_keep_pages_of_the_same_keys_beside_each_other(bench):
     assert bench.cached == 3 + 4
     assert bench.keyed(3, 4 * PAGE, namespace="acme").prefix_tokens == 4 * PAGE
     assert bench.keyed(4, 4 * PAGE).prefix_tokens == 3 * PAGE, "the fourth page was never there"
-
-
-# ------------------------------------------------------------------------------------------- who vouches for a page
 
 
 def test_of_a_writer_that_does_not_say_what_it_computed_nothing_ever_stays(bench):
@@ -151,9 +140,6 @@ def test_a_prompt_that_ends_with_other_tokens_than_prefill_computed_fails_the_ro
         bench.claim(room)
     assert (room.shown, room.reason_code, bench.cached) == (RoomState.FAILED, "key_mismatch", 2)
     assert bench.told(Failed)
-
-
-# ------------------------------------------------------------------------------------------- answers
 
 
 def test_whole_pages_of_the_answer_stay_and_the_last_token_counts_only_when_it_was_fed(bench):
@@ -206,9 +192,6 @@ def test_an_engine_that_does_not_end_well_leaves_its_prompt_and_not_its_answer(b
     assert room.over
     assert (bench.cached, bench.free) == (2, 16)
     assert bench.keyed(2, 4 * PAGE).prefix_tokens == 2 * PAGE
-
-
-# ------------------------------------------------------------------------------------------- disputes
 
 
 @pytest.mark.parametrize("page", [0, 1, 2, 3])
@@ -270,9 +253,6 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
     assert sorted(below.links) == sorted(pairwise(names))
     assert bench.book.available_pages() == {FULL: 16, IndexSpace.FULL_COPY: 8}
     check_cache(bench.prefixes)
-
-
-# ------------------------------------------------------------------------------------------- pages go
 
 
 def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):

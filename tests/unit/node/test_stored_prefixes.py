@@ -112,7 +112,6 @@ class Bench:
         self.book.free(owner)
 
     async def prefetch(self, keys: Keys) -> int:
-        """Return how many pages of a prompt are known afterwards."""
         await asyncio.wait_for(self.stored.prefetch(keys), 30)
         self.check()
         return self.cache.known(keys)

@@ -121,9 +121,6 @@ def test_a_worker_that_cannot_build_a_transport_anew_serves_on_and_says_why(benc
     assert bench.workers.status()[0].error == ""
 
 
-# ------------------------------------------------------------------------------------------- whose word is taken
-
-
 @pytest.mark.parametrize("link", ["b", "a", "stranger"])
 def test_a_worker_speaks_for_its_own_rank_and_for_no_other(served, link):
     """Else one rank's end of a room would count as another's, which may still write."""
@@ -151,8 +148,6 @@ def test_a_stranger_has_no_heartbeat(served):
     assert len(refused(served)) == 1
 
 
-# ------------------------------------------------------------------------------------------- what can wait
-
 ALL_SENT = [CloseRoom(room=room, generation=1, all_sent=True) for room in (1, 2)]
 STOPPED = CloseRoom(room=3, generation=1)
 
@@ -177,9 +172,6 @@ def test_that_rooms_are_over_is_told_with_the_next_tick(served):
     assert served.messages == [("b", ALL_SENT[0])]
     served.workers.send(R1, Shutdown())
     assert served.messages[1:] == [("b", Shutdown())]
-
-
-# ------------------------------------------------------------------------------------------- when it is believed
 
 
 @pytest.mark.parametrize("how", ["its connection ends", "another takes its place"])
