@@ -172,7 +172,7 @@ async def test_a_defect_in_the_care_for_workers_is_raised(tmp_path, monkeypatch)
 
 @pytest.mark.asyncio
 async def test_a_worker_runs_no_module_of_the_working_directory(tmp_path, monkeypatch):
-    """Whoever can write to the directory that a daemon was started in must not run code as the daemon's user."""
+    """A user who can write to the daemon's working directory must not run code as the daemon's user."""
     planted, trace = tmp_path / "structlog.py", tmp_path / "was-run"
     planted.write_text(f"open({str(trace)!r}, 'w').close()\n")
     monkeypatch.chdir(tmp_path)
@@ -187,7 +187,7 @@ async def test_a_worker_runs_no_module_of_the_working_directory(tmp_path, monkey
 
 @pytest.mark.asyncio
 async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, monkeypatch):
-    """Real-time signals have no name, which is no reason to give up the rank."""
+    """Real-time signals have no name."""
     monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
     script = tmp_path / "worker.sh"
     script.write_text(f"#!/bin/sh\nkill -{signal.SIGRTMIN + 5} $$\n")
@@ -205,7 +205,7 @@ async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("part", ["its sweeper", "the following of its secrets"])
 async def test_a_bootstrap_of_which_a_part_ends_does_not_end_as_if_it_had_been_told_to(monkeypatch, part):
-    """Tokens and certificates that are changed from then on would never be in force, and nobody would know."""
+    """Without the following of secrets, changed tokens and certificates would never be in force."""
     daemon = BootstrapDaemon(BootstrapConfig.model_validate({"http": {"port": 0}}))
 
     async def defect() -> None:

@@ -26,7 +26,7 @@ RECORD = {"event": "transport_replaced", "level": "warning", "rank": "pp0.tp1", 
 async def written(
     *parts: bytes, code: str = COPY.format(2), to_log: bool = False, seldom: Seldom | None = None
 ) -> list[dict[str, object]]:
-    """The lines that come of what a real process writes, to standard error or as its log."""
+    """Return the log lines of a real process that writes to standard error or to its log."""
     with capture_logs() as lines:
         logged = OutputLines(RANK, seldom or Seldom(lambda _event: None))
         with Pipe(logged.record) as records, Pipe(logged.text) as errors:
@@ -44,7 +44,6 @@ async def written(
 
 
 async def test_a_workers_own_lines_stay_what_they_are_and_a_library_cannot_write_such():
-    """Whatever a line on standard error looks like, it says nothing of rooms, ranks or levels."""
     text = json.dumps(RECORD)
     assert await written(text.encode() + b"\n", to_log=True) == [
         {"event": "transport_replaced", "log_level": "warning", "rank": "pp0.tp1", "transport": "nixl"}

@@ -49,7 +49,7 @@ def other(live: LiveCluster, daemon: DaemonProcess) -> DaemonProcess:
 
 
 def in_flight(live: LiveCluster) -> int:
-    """A room that is half way across; both engines are attached."""
+    """Return a room that is half way across; both engines are attached."""
     assert live.reader
     room = live.pair(TOKENS)
     live.write(room, TOKENS, 0, 500)
@@ -67,7 +67,7 @@ def worker_pid(daemon: DaemonProcess) -> int:
 
 
 def exit_code(daemon: DaemonProcess, timeout_s: float = SHUTDOWN_S + 2) -> int:
-    """Wait for the end of a daemon's process. The two seconds more are for a machine with other work."""
+    """Wait for the end of a daemon's process, with two seconds more for a busy machine."""
     assert daemon.process is not None
     try:
         return daemon.process.wait(timeout_s)
@@ -76,7 +76,7 @@ def exit_code(daemon: DaemonProcess, timeout_s: float = SHUTDOWN_S + 2) -> int:
 
 
 def gone(process: int) -> bool:
-    """Whether a process has ended (one that nobody has waited for counts)."""
+    """Whether a process has ended; one without a parent that waited counts."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -84,20 +84,18 @@ def gone(process: int) -> bool:
 
 
 def shared_files(daemon: DaemonProcess, folder: Path = DEFAULT_DIRECTORY) -> set[str]:
-    """The names of a daemon's pools in shared memory."""
     prefix = file_prefix(str(daemon.config["instance"]), f"{daemon.role}-node-0")
     return {path.name for path in folder.iterdir() if path.name.startswith(prefix)}
 
 
 def restarted(live: LiveCluster, daemon: DaemonProcess) -> None:
-    """Start a daemon again; engines have to attach anew."""
     live.detach()
     daemon.start()
     live.cluster.wait_ready()
 
 
 def holder(live: LiveCluster, daemon: DaemonProcess) -> str:
-    """The process that the directory knows by a daemon's name; empty when there is none."""
+    """Return the incarnation that the directory knows by a daemon's name; empty when there is none."""
     shown = http("GET", live.cluster.bootstrap, "/v1/instances").json()
     return next((each["nodes"][0]["incarnation"] for each in shown if each["role"] == daemon.role), "")
 
@@ -115,7 +113,7 @@ def live() -> Iterator[LiveCluster]:
 
 @pytest.fixture(autouse=True)
 def _whole_again(live: LiveCluster) -> Iterator[None]:
-    """Whatever a test has ended is started again."""
+    """Start daemons again that a test has ended."""
     yield
     live.detach()
     for each in live.cluster.all():

@@ -67,7 +67,7 @@ def test_a_killed_worker_fails_its_rooms_and_comes_back(live: LiveCluster, daemo
 
 @pytest.mark.usefixtures("executed")
 def test_a_killed_prefill_daemon_is_noticed_and_shut_out_and_its_next_life_served(live: LiveCluster) -> None:
-    """The decode side needs nothing of the dead one, nor of its next life, to use the pages again."""
+    """The decode side needs neither the dead process nor its next life to use the pages again."""
     room = in_flight(live)
     worker, files = worker_pid(live.prefill), shared_files(live.prefill)
     control, epoch = live.control, metric(live.decode, "kvbridge_endpoint_epoch")

@@ -38,12 +38,11 @@ from tests.integration.life.conftest import (
 
 
 def listed(live: LiveCluster) -> list[str]:
-    """The instances that the directory knows."""
     return [each["instance"] for each in http("GET", live.cluster.bootstrap, "/v1/instances").json()]
 
 
 def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> None:
-    """Sent to the group of processes, as a shell does (`kill %1`)."""
+    """The signal goes to the group of processes, as from a shell (`kill %1`)."""
     room = in_flight(live)
     workers = worker_pid(daemon)
     earlier = len(daemon.log_path.read_text())
@@ -147,7 +146,7 @@ def test_whoever_starts_sweeps_what_the_dead_have_left(live: LiveCluster) -> Non
 
 
 def alone(live: LiveCluster, name: str = "alone", **more: object) -> DaemonProcess:
-    """A decode daemon that nobody knows."""
+    """A decode daemon outside of the directory."""
     daemon = DaemonProcess("decode", name, live.cluster.folder / name)
     daemon.config = live.decode.config | {
         "instance": f"{name}-{os.getpid()}",
@@ -159,7 +158,6 @@ def alone(live: LiveCluster, name: str = "alone", **more: object) -> DaemonProce
 
 
 def clean(folder: Path, *options: str) -> str:
-    """Return the output of `kvbridge clean`."""
     told = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["clean", "--directory", str(folder), *options])
     assert told.exit_code == 0, told.output
     return told.output
@@ -169,7 +167,7 @@ def clean(folder: Path, *options: str) -> str:
 
 
 def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
-    """All at once, since most of the time goes into importing."""
+    """The daemons start all at once, since most of the time goes into importing."""
     http_port = live.prefill.url.rpartition(":")[2]
     control_port = live.control.rpartition(":")[2]
     missing = live.cluster.folder / "no-such-file.json"

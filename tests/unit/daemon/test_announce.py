@@ -29,8 +29,6 @@ AWAY = PeerError("away")
 
 
 class FakeDirectory:
-    """Answers with what `problem` says."""
-
     base_url = "http://bootstrap.test"
 
     def __init__(self) -> None:
@@ -72,7 +70,6 @@ def announcer(
 
 @contextlib.asynccontextmanager
 async def running(announced: Announcer, directory: FakeDirectory) -> AsyncIterator[asyncio.Task]:
-    """Its heartbeats, from the first on."""
     task = asyncio.create_task(announced.run())
     await directory.until(1)
     yield task
@@ -80,8 +77,6 @@ async def running(announced: Announcer, directory: FakeDirectory) -> AsyncIterat
 
 
 class Pages:
-    """A load that a test changes."""
-
     free = 100
 
     def __call__(self) -> Load:
@@ -147,7 +142,7 @@ async def test_a_problem_is_said_once_and_shown_until_it_is_over(problem, capsys
 
 @pytest.mark.parametrize("steps", range(4))
 async def test_an_end_that_meets_news_is_an_end(steps):
-    """The daemon cancels the heartbeats when it stops; in the same moment its readiness may change."""
+    """The daemon cancels the heartbeats when it stops, and its readiness may change in the same moment."""
     directory = FakeDirectory()
     announced = announcer(directory)
     async with running(announced, directory) as task:
@@ -163,7 +158,7 @@ async def test_an_end_that_meets_news_is_an_end(steps):
 
 
 async def test_who_has_left_does_not_come_back():
-    """Not even when a heartbeat is under way: its answer would be "unknown", and unknown nodes register again."""
+    """A heartbeat under way would be answered with "unknown", and unknown nodes register again."""
     directory = FakeDirectory()
     announced = announcer(directory, interval_s=0.005)
     async with running(announced, directory) as task:
@@ -204,7 +199,7 @@ async def test_free_pages_are_told_before_the_next_interval_and_not_without_paus
 
 
 async def test_changes_waits_for_a_directory_that_is_away():
-    """It is asked again at the interval; a busy node must not make that a storm."""
+    """The directory is asked again at the interval, and a busy node must not make that a storm."""
     directory, load = FakeDirectory(), Pages()
     announced = announcer(directory, load=load)
     for directory.problem, free in ((None, 30), (AWAY, 20), (None, 90)):

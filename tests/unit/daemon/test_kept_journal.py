@@ -68,12 +68,10 @@ class Node:
         self.bench.copies.watch(self.journal)
 
     def keep(self, name: str, pages: int, **fields) -> None:
-        """A prompt comes to the host."""
         self.bench.warm(name, pages, **fields)
         self.bench.back_up(name, pages)
 
     async def written(self) -> None:
-        """Wait until nothing is being read."""
         if self.journal._reading is not None:
             await self.journal._reading
 
@@ -81,11 +79,10 @@ class Node:
         return read_journal(self.path.read_bytes())[1]
 
     def prompts(self) -> dict[bytes, int]:
-        """The last keys of the prompts that it would find, and how many pages they have."""
+        """By last key, the page counts of the prompts that the next process would find."""
         return {found[-1]: len(path) for found, path in self.found().prompts()}
 
     def third(self, name: str) -> Held:
-        """The third page of a prompt."""
         [page] = [page for page in self.found().pages.values() if page.key == keys(name, 3)[2]]
         return page
 
@@ -123,7 +120,7 @@ async def node(made) -> Node:
 
 
 async def restored(node: Node) -> tuple[Node, RestoredCopies]:
-    """The process after one that was killed just now."""
+    """Return the process after one that was killed just now."""
     await node.written()
     found = node.found()
     after = node.make(found, node.spaces)
@@ -170,7 +167,7 @@ async def test_a_page_that_holds_something_else_is_lost_with_what_follows_it(nod
 
 
 async def test_a_journal_that_finds_no_memory_is_none(node, monkeypatch):
-    """Else the one before would name pages that are somebody else's by then."""
+    """The journal before would name pages that have other contents by then."""
     node.keep("a", 3)
     await node.written()
 
@@ -189,7 +186,7 @@ async def test_a_journal_that_finds_no_memory_is_none(node, monkeypatch):
 
 @pytest.mark.parametrize("home", [2**31 - 1, 16, -2, NO_PAGE])
 async def test_a_page_whose_home_does_not_exist_is_left_out_with_what_follows_it(made, home):
-    """Such an entry has a right checksum: a defect, or the user of the daemon, has written it."""
+    """A defect, or the user of the daemon, has written such an entry with a right checksum."""
     node = made(spaces=(FULL, HOST))
     node.keep("a", 5)
     await node.written()
@@ -200,7 +197,7 @@ async def test_a_page_whose_home_does_not_exist_is_left_out_with_what_follows_it
 
 
 async def test_of_two_pages_in_one_home_the_later_one_counts(made, memory):
-    """The entry that took the earlier one back was damaged, say. The accounts know each home once."""
+    """The entry that took the earlier page back was damaged. The accounts know each home once."""
     node = made(spaces=(FULL, HOST))
     for name in ("a", "b", "c"):
         node.keep(name, 2)
@@ -217,7 +214,6 @@ async def test_of_two_pages_in_one_home_the_later_one_counts(made, memory):
 
 
 async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(node, monkeypatch):
-    """Pages that have come back were compared and stay, all other pages are free, and the status says why."""
     for name in ("a", "b"):
         node.keep(name, 3)
     await node.written()

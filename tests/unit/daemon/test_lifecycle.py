@@ -25,8 +25,6 @@ from tests.helpers.span_collector import span_collector
 
 
 class BrokenServer:
-    """An HTTP server that ended by itself."""
-
     async def stop(self) -> None:
         raise RuntimeError("the server ended by itself")
 
@@ -51,7 +49,7 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_memory(tmp_path: Path) -
 
 
 class Observed(Daemon):
-    """A daemon that looks, once it has started, at what a full collection would go through, and ends."""
+    """A daemon that counts, once it has started, the objects that a full collection would visit, and ends."""
 
     def __init__(self) -> None:
         super().__init__(Metrics(role="bootstrap"), spans_s=0.0)
@@ -84,7 +82,7 @@ STOPPED_S = 30.5
 
 @pytest.mark.asyncio
 async def test_heartbeats_that_were_missed_are_not_caught_up(monkeypatch):
-    """A burst of them would tell peers nothing, and each looks at all links."""
+    """A burst of heartbeats would tell peers nothing, and each checks all links."""
     clock, beats = ManualClock(), []
     config = {"instance": "i", "model": {"preset": "tiny-gqa"}, "pools": {"device": {"full": 8}}}
     daemon = prefill_daemon(PrefillConfig.model_validate(config | {"timeouts": {"control_heartbeat_s": 1.0}}))

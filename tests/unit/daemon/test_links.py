@@ -63,7 +63,7 @@ class Prefill:
 
 
 class Decode:
-    """The links of a decode node, and whom it knows behind them."""
+    """The links of a decode node, and the nodes that it knows behind them."""
 
     def __init__(self, settings: PeerSettings) -> None:
         config = DecodeConfig.model_validate(
@@ -99,7 +99,7 @@ async def opened() -> AsyncIterator[Callable[[PeerSettings], Decode]]:
 
 
 async def answer_of(node: Decode, where: PeerAddress) -> KnownNode | BridgeError:
-    """The error that a room learns that waits for a node."""
+    """Return the node, or the error, that a room gets that waits for it."""
     answer: asyncio.Queue[KnownNode | BridgeError] = asyncio.Queue()
 
     def look() -> None:
@@ -127,7 +127,7 @@ async def test_links_are_bounded_and_one_that_is_given_up_makes_room(opened):
 
 
 async def test_many_links_are_opened_a_few_a_turn(opened):
-    """Each takes the loop milliseconds; what else the node has to do is done in between."""
+    """Each link takes the loop milliseconds, so the node does other work in between."""
     node = opened(PeerSettings())
     addresses = [address(number) for number in range(1, 1 + MAX_INSTANCE_NODES)]
     assert [node.nodes.known_node(each) for each in addresses] == [None] * MAX_INSTANCE_NODES
@@ -140,7 +140,7 @@ async def test_many_links_are_opened_a_few_a_turn(opened):
 
 
 async def test_wrong_addresses_do_not_take_the_links_of_nodes_that_have_answered(opened):
-    """An honest room goes to a node that is not linked now while somebody names addresses where nobody answers."""
+    """An honest room needs a node that is not linked now, while somebody names addresses where nobody answers."""
     node = opened(PeerSettings(max_connections=8))
     honest = Prefill(1)
     honest.welcomes = True
@@ -215,7 +215,7 @@ async def test_two_addresses_of_a_node_are_one_link_and_neither_voids_what_came_
 
 
 async def test_a_node_that_is_lost_while_links_end_does_not_keep_the_others_open(opened):
-    """Links are closed by what is heard during the wait for acknowledgements, too."""
+    """Messages that come during the wait for acknowledgements close links, too."""
     node = opened(PeerSettings())
     for number in (1, 2, 3):
         assert node.nodes.known_node(address(number)) is None  # each has a Hello that nobody acknowledges

@@ -90,7 +90,7 @@ def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Pa
 
 @pytest.mark.parametrize("reports_before", [1, 3])
 def test_a_creation_that_is_cancelled_ends_at_its_next_report_and_leaves_nothing(tmp_path: Path, reports_before: int):
-    """Before the first of the three pools has its name, and before the last one, when there is nothing more to report."""
+    """Reports: before the first of the three pools has its name, and before the last one, when nothing is left to report."""
     memory = NodeMemory(plan_memory(decode(tp_size=2), TINY))
     told: list[int] = []
 

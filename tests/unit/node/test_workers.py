@@ -109,7 +109,7 @@ def test_device_memory_that_a_worker_has_made_is_there_while_it_is_ready(bench):
 
 
 def test_a_worker_that_cannot_build_a_transport_anew_serves_on_and_says_why(bench):
-    """Until it can: rooms that wait for the fence see the reason beside the rank."""
+    """Rooms that wait for the fence see the reason beside the rank."""
     bench.hello()
     bench.ready()
     about = {"rank": R0, "transports": ("nixl",)}
@@ -123,7 +123,7 @@ def test_a_worker_that_cannot_build_a_transport_anew_serves_on_and_says_why(benc
 
 @pytest.mark.parametrize("link", ["b", "a", "stranger"])
 def test_a_worker_speaks_for_its_own_rank_and_for_no_other(served, link):
-    """Else one rank's end of a room would count as another's, which may still write."""
+    """One rank's end of a room would count as another's, which may still write."""
     heard_s = served.workers._workers[R1].heard_s
     for message in (
         WorkerReady(rank=R1, pid=11, description=RankDescription(manifest=manifest(), endpoints=())),
@@ -194,7 +194,7 @@ def test_a_successor_is_believed_when_the_process_of_its_predecessor_has_ended(b
 
 
 def silent(bench: WorkerBench) -> None:
-    """Its worker has said nothing for longer than it may, and the node was there."""
+    """Let the worker be silent for longer than it may, while the node was there."""
     bench.workers._looked_s = time.monotonic()
     bench.workers._workers[R0].heard_s = time.monotonic() - 2 * LIMIT_S
     bench.workers.watch()

@@ -27,7 +27,7 @@ PAGE_BYTES = 1_000
 
 
 class FakeCopier:
-    """Copies nothing; a test says when what it began is done."""
+    """Copies nothing; a test sets when a copy is done."""
 
     def __init__(self) -> None:
         self.page_bytes: Mapping[IndexSpace, int] = {FULL: PAGE_BYTES, IndexSpace.SWA: 4 * PAGE_BYTES}
@@ -61,7 +61,7 @@ class FakeCopier:
 
 
 class Bench:
-    """A rank with four pages a slice, and what it has said."""
+    """A rank with four pages a slice, and its answers."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -76,7 +76,6 @@ class Bench:
         self.said.append(message)
 
     def run(self) -> PagesCopied:
-        """Step until there is nothing left; returns the last answer."""
         for _ in range(100):
             self.clock.now_s += 0.001
             self.copies.step()
@@ -157,7 +156,7 @@ def test_tables_that_do_not_belong_together_fail_their_order_alone(bench: Bench,
 
 @pytest.mark.parametrize("when", ["refuse", "breaks"])
 def test_what_fails_under_way_may_still_be_written_and_is_said_when_it_is_not(bench: Bench, when: str) -> None:
-    """Until it is said, the node begins no backup; orders that come meanwhile are carried out."""
+    """Until the second answer the node begins no backup. Orders that come meanwhile are carried out."""
     setattr(bench.copier, when, TransportError("the GPU has failed"))
     bench.copier.is_idle = False
     bench.copies.take(order(1, 1))
@@ -174,7 +173,7 @@ def test_what_fails_under_way_may_still_be_written_and_is_said_when_it_is_not(be
 
 @pytest.mark.parametrize("error", [TransportError("no memory can be page-locked"), ZeroDivisionError()])
 def test_a_slice_that_cannot_begin_is_quiet_when_the_device_has_nothing_to_do(bench: Bench, error: Exception) -> None:
-    """No staging memory, no event: nothing was launched, so the twins can be used again, and backups go on."""
+    """Nothing was launched, so the host copies can be used again, and backups go on."""
     bench.copier.refuse = error
     bench.copies.take(order(1, 1))
     assert bench.run().quiet
@@ -190,7 +189,7 @@ def test_a_device_that_cannot_be_asked_proves_nothing_and_is_told_of_once(bench:
 
 
 def test_closing_does_not_wait_for_a_device(bench: Bench) -> None:
-    """Whoever closes waits as long as there is time; the memory stays where the device may still write to it."""
+    """The caller waits as long as there is time. The memory stays where the device may still write to it."""
     bench.copier.is_idle = bench.copier.is_done = False
     bench.copies.take(order(1, 1))
     bench.copies.step()
@@ -205,7 +204,7 @@ def test_closing_does_not_wait_for_a_device(bench: Bench) -> None:
 @pytest.mark.parametrize("slice_bytes", [1, 20_000, 1 << 30])
 @pytest.mark.parametrize(("model", "tp_size"), [("tiny-v4", 3), ("tiny-gqa", 2), ("tiny-v4", 1)])
 def test_the_ranks_of_a_stage_copy_every_byte_between_them(monkeypatch, model, tp_size, slice_bytes) -> None:
-    """However their orders are cut, and though of what they hold alike each copies a share."""
+    """Each rank copies a share of the pages that they hold alike, however their orders are cut."""
     monkeypatch.setattr(copies, "SLICE_BYTES", dict.fromkeys(copies.SLICE_BYTES, slice_bytes))
     geometry = preset(model)
     with TwinPools(geometry, tp_size=tp_size) as pools:

@@ -232,7 +232,7 @@ def test_a_peer_that_has_changed_is_reached_anew_and_what_is_under_way_ends_in_p
 
 
 def silent_bench() -> Bench:
-    """Connected to one node, and connecting to another that does not answer."""
+    """A bench that is connected to one node, and is connecting to another that does not answer."""
     bench = ready_bench()
     bench.transport().silent.add(b"other0")
     bench.connect(OTHER, node_ranks(data=b"other"))
@@ -255,7 +255,7 @@ def test_one_rank_that_cannot_be_reached_ends_the_attempt_for_all():
 
 @pytest.mark.parametrize("where", ["transport", "layouts"])
 def test_a_defect_while_a_peer_is_connected_ends_that_attempt_alone(monkeypatch, where):
-    """Whatever a peer has said of itself: the node hears that it cannot be reached, and rooms of others go on."""
+    """The node learns that the peer cannot be reached, and rooms of other peers go on."""
     bench = ready_bench()
     bench.order()
     if where == "transport":
@@ -309,7 +309,7 @@ def test_an_attempt_that_cannot_be_given_up_ends_nothing(monkeypatch):
 
 @pytest.mark.parametrize("verb", ["submit", "poll"])
 def test_a_defect_of_a_transport_fails_the_order_and_counts_as_not_quiet(monkeypatch, verb):
-    """Nobody knows what was sent, so the room's pages stay until the transport has been closed."""
+    """The sent bytes are unknown, so the room's pages stay until the transport has been closed."""
     bench = ready_bench()
     old = bench.transport()
     if verb == "submit":
@@ -375,7 +375,7 @@ def test_a_transfer_that_is_not_quiet_is_told_at_once_and_its_room_closed_after_
 
 
 def test_a_transport_that_cannot_be_replaced_is_told_of_and_given_up():
-    """Its end is the only proof for the room that it failed. The worker goes on by what it has, and builds another one later."""
+    """Only its end proves anything for its room. The worker uses its other transports, and builds a new one later."""
     bench = Bench("one", "two")
     bench.connect(ranks=node_ranks("one"))
     bench.connect(OTHER, node_ranks("one", "two", data=b"second"))

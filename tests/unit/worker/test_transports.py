@@ -45,7 +45,7 @@ class Elsewhere:
         return [name for _, name, _ in self.waiting]
 
     def go_on(self) -> None:
-        """Do what waits."""
+        """Do the waiting work."""
         waiting, self.waiting = self.waiting, []
         for work, name, outcome in waiting:
             done = at_once(work, name)
@@ -67,7 +67,7 @@ def ready_bench(elsewhere: Elsewhere, *transports: str) -> Bench:
 
 
 def sends_a_room(bench: Bench, transport: FakeTransport) -> bool:
-    """Whether it beats, and a room goes through a transport from its order to its report."""
+    """Whether the worker beats, and a room goes through a transport from its order to its report."""
     bench.clock.advance(HEARTBEAT_INTERVAL_S)
     bench.order()
     transport.transfers[-1].state = DONE
@@ -79,7 +79,7 @@ def sends_a_room(bench: Bench, transport: FakeTransport) -> bool:
 
 
 def test_rooms_go_on_while_endpoints_are_renewed(elsewhere):
-    """To register a pool anew may take minutes; the node hears of new endpoints when they are there."""
+    """Registering a pool anew may take minutes, so the node gets new endpoints only when they are there."""
     bench = ready_bench(elsewhere, "one", "two")
     old = bench.transport()
     bench.say(RenewEndpoints(epoch=1), steps=2)
@@ -125,7 +125,7 @@ def test_rooms_go_on_while_the_successor_of_a_transport_that_was_not_quiet_is_bu
 
 
 def test_endpoints_that_cannot_be_renewed_work_on_and_are_tried_again(elsewhere):
-    """The fence waits, its node says why, and rooms that write by the earlier endpoints are not disturbed."""
+    """The fence waits, its node tells why, and rooms that write by the earlier endpoints go on."""
     bench = ready_bench(elsewhere)
     old = bench.transport()
     bench.refuse_build = RegistrationError("no memory can be locked")
@@ -147,7 +147,7 @@ def test_endpoints_that_cannot_be_renewed_work_on_and_are_tried_again(elsewhere)
 
 
 def test_successors_are_taken_up_together_or_not_at_all(elsewhere, monkeypatch):
-    """One that was built before another one failed is closed: its memory is not locked twice."""
+    """A successor that was built before another one failed is closed, so that its memory is not locked twice."""
     bench = ready_bench(elsewhere, "one", "two")
     register = FakeTransport.register
 
@@ -205,7 +205,7 @@ def refuse_to_close() -> None:
 
 @pytest.fixture
 def clock_runs(monkeypatch) -> Callable[[Bench], None]:
-    """Have a bench's clock go on with each pause of its worker."""
+    """Advance a bench's clock with each pause of its worker."""
 
     def start(bench: Bench) -> None:
         monkeypatch.setattr(rank_worker.time, "sleep", lambda _: bench.clock.advance(1.0))
@@ -214,7 +214,6 @@ def clock_runs(monkeypatch) -> Callable[[Bench], None]:
 
 
 def test_transports_that_close_for_ever_are_given_one_limit_together(elsewhere, clock_runs):
-    """Then the worker says that it is not closed, and its process has to end."""
     bench = ready_bench(elsewhere, "one", "two")
     clock_runs(bench)
     begun_s = bench.clock()
@@ -264,8 +263,6 @@ def test_a_gpu_that_hangs_keeps_no_transport_open_and_no_worker_from_ending(monk
 
 
 def test_work_is_done_here_when_no_thread_can_be_started(monkeypatch):
-    """It holds others up then, as nothing else can be done; it is not left undone."""
-
     def refuse(_) -> None:
         raise RuntimeError("can't start new thread")
 
