@@ -334,7 +334,6 @@ class Engine(Closing):
         self._say(kind(call=self._link.number(), room=room, **fields))
 
     def _call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
-        """Send due calls, then this one. Raises the BridgeError that the node answers, or DeadlineError."""
         self._deferred.send_due()
         return self._link.call(message, answer)
 

@@ -8,7 +8,7 @@ process would take turns with the engine's compute.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -98,18 +98,12 @@ class StreamOrder:
         self._rings.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    what: str
-    ready: Callable[[], bool]
-    send: Callable[[], None]
-
-
 class DeferredCalls:
     """Calls that are sent in their order, each as soon as its point is reached. Used by one thread."""
 
     def __init__(self) -> None:
-        self._waiting: list[_Deferred] = []
+        self._waiting: deque[tuple[str, Callable[[], bool], Callable[[], None]]] = deque()
+        """Name of a call, whether its point is reached, and its sending."""
         self._unproved: list[str] = []
         """Calls that were never sent, because their GPU failed before it was known to have reached their point."""
 
@@ -125,7 +119,7 @@ class DeferredCalls:
         if not self._waiting and ready():
             send()
             return
-        self._waiting.append(_Deferred(what, ready, send))
+        self._waiting.append((what, ready, send))
 
     def send_due(self) -> None:
         """Send the calls whose points are reached.
@@ -134,22 +128,23 @@ class DeferredCalls:
         refused call is logged and dropped; so is one whose GPU has failed, and `finish` raises for it.
         """
         while self._waiting:
-            first = self._waiting[0]
+            what, ready, send = self._waiting[0]
             try:
-                due = first.ready()
+                due = ready()
             except BridgeError as error:
-                log.error("deferred_call_unproven", call=first.what, code=error.code, reason=str(error))
-                self._unproved.append(self._waiting.pop(0).what)
+                log.error("deferred_call_unproven", call=what, code=error.code, reason=str(error))
+                self._unproved.append(what)
+                self._waiting.popleft()
                 continue
             if not due:
                 return
             try:
-                first.send()
+                send()
             except (NotReadyError, DeadlineError):
                 raise
             except BridgeError as error:
-                log.warning("deferred_call_failed", call=first.what, code=error.code, reason=str(error))
-            self._waiting.pop(0)
+                log.warning("deferred_call_failed", call=what, code=error.code, reason=str(error))
+            self._waiting.popleft()
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all calls are sent. Raises DeadlineError, which names the others, or TransportError for a failed GPU."""
@@ -157,7 +152,7 @@ class DeferredCalls:
         self.send_due()
         while self._waiting:
             if time.monotonic() >= deadline_s:
-                names = ", ".join(one.what for one in self._waiting)
+                names = ", ".join(what for what, _, _ in self._waiting)
                 raise DeadlineError(
                     f"the GPU has not come to the end of its work within {timeout_s} s; still to do: {names}"
                 )
@@ -299,7 +294,6 @@ class LoadBacks(Closing):
         return 0 if device is None else int(self._streams[device].cuda_stream)
 
     def _marks(self) -> dict[int, Any]:
-        """Mark the present end of each stream by an event with a time."""
         marks = {}
         for device, stream in self._streams.items():
             marks[device] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -73,15 +73,6 @@ def section_rows(component: Component, section: Section) -> RowInterval:
     return RowInterval(start=min(start, rows.stop), stop=rows.stop)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _PagePart:
-    """One part of one lane: its columns in a row, in words, and its memory in the pages of each extent."""
-
-    columns: slice
-    extents: tuple[torch.Tensor, ...]
-    """Each [pages of the extent, slots_per_page, words of the part], strided over the pool's memory."""
-
-
 class RegionView:
     """The pages of one component of one layer on one rank.
 
@@ -110,6 +101,7 @@ class RegionView:
         )
         parts = range(len(component.row_parts_bytes))
         self._parts = tuple(self._part(lane, part) for lane in range(region.lanes) for part in parts)
+        """Each part of each lane: its columns in a row, in words, and its memory in the pages of each extent."""
 
     def page(self, page_id: int) -> torch.Tensor:
         """Return the memory of one page: uint8 [page_bytes], shared with the pool. Raises PageOutOfBoundsError."""
@@ -135,8 +127,8 @@ class RegionView:
         words = self._words(rows)
         for extent, chosen, page, slot in self._addressed(places):
             source = words if chosen is None else words[chosen]
-            for part in self._parts:
-                part.extents[extent][page, slot] = source[:, part.columns]
+            for columns, extents in self._parts:
+                extents[extent][page, slot] = source[:, columns]
 
     def read(self, places: RowPlaces) -> torch.Tensor:
         """Return a copy of the rows at `places`: uint8 [n, row_bytes], contiguous, on the region's device."""
@@ -144,12 +136,8 @@ class RegionView:
         shape = (len(places.slots), self.row_bytes // self._word_bytes)
         words = torch.empty(shape, dtype=_WORDS[self._word_bytes], device=self._device)
         for extent, chosen, page, slot in self._addressed(places):
-            for part in self._parts:
-                found = part.extents[extent][page, slot]
-                if chosen is None:
-                    words[:, part.columns] = found
-                else:
-                    words[chosen, part.columns] = found
+            for columns, extents in self._parts:
+                words[slice(None) if chosen is None else chosen, columns] = extents[extent][page, slot]
         return words.view(torch.uint8)
 
     def _addressed(self, places: RowPlaces) -> list[tuple[int, torch.Tensor | None, torch.Tensor, torch.Tensor]]:
@@ -168,7 +156,8 @@ class RegionView:
     def _index(self, numbers: IndexArray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
 
-    def _part(self, lane: int, part: int) -> _PagePart:
+    def _part(self, lane: int, part: int) -> tuple[slice, tuple[torch.Tensor, ...]]:
+        """Each tensor is [pages of the extent, slots_per_page, words of the part], strided over the pool's memory."""
         word, region, component = self._word_bytes, self.region, self.component
         part_bytes = component.row_parts_bytes[part]
         in_page = lane * component.lane_block_bytes + component.part_offset(part)
@@ -178,7 +167,7 @@ class RegionView:
             shape = (pages, component.slots_per_page, part_bytes // word)
             strides = (region.page_stride_bytes // word, part_bytes // word, 1)
             tensors.append(torch.as_strided(memory, shape, strides, storage_offset=in_page // word))
-        return _PagePart(slice(in_row // word, (in_row + part_bytes) // word), tuple(tensors))
+        return slice(in_row // word, (in_row + part_bytes) // word), tuple(tensors)
 
     def _words(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows.to(self._device).contiguous()

@@ -116,7 +116,6 @@ class CacheCodec:
         return self._codecs[kind].decode(read(self.geometry.component(kind), layer, start, stop)).to(self.device)
 
     def _decode_entries(self, held: CacheLayer, kind: ComponentKind, layer: int, tokens: int, read: ReadRows) -> None:
-        """Set the entries of one kind, and the state that becomes the next entry."""
         name = _ENTRIES[kind]
         held.entry_count[name] = tokens // self.geometry.component(kind).tokens_per_row
         if kind not in getattr(held, "entries_elsewhere", ()):  # sparse decode has them in host pages

@@ -256,7 +256,6 @@ class KvbridgeConnector(KVConnectorBase_V1):
         return KvbridgeMetadata(scheduler.step())
 
     def _tell_computed(self, rooms: PrefillRooms, scheduler_output: SchedulerOutput) -> None:
-        """Tell prefill's rooms what was computed and preempted since the last step."""
         if scheduler_output.preempted_req_ids:
             rooms.preempted(scheduler_output.preempted_req_ids)
         state = scheduler_output.kv_connector_block_state
@@ -362,7 +361,6 @@ def _this_rank() -> Rank:
 
 
 def _facts(vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return the facts that decide about the bytes inside a block, as the worker knows them."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415 - heavy
 
     backends = get_current_attn_backends(vllm_config, list(tensors))

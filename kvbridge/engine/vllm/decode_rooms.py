@@ -254,7 +254,6 @@ class DecodeRooms(RoomsOfRole):
 def _named(
     prompt_tokens: int, prompt_digest: bytes, prefill: Sequence[PeerAddress], generation: int = 1
 ) -> dict[str, Any]:
-    """Return the fields of `Fetch` that identify a room and its prompt."""
     return {
         "generation": generation,
         "prompt_tokens": prompt_tokens,

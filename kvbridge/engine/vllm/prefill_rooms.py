@@ -244,7 +244,6 @@ class PrefillRooms(RoomsOfRole):
             self._publish(paired, blocks[: min(final, paired.request.prompt_tokens) // self._block_tokens])
 
     def _publish(self, paired: PairedRoom, blocks: Sequence[int]) -> None:
-        """Publish those of the prompt's first blocks that are not published yet."""
         known = len(paired.blocks)
         further = blocks[known:]
         if not self._hold(paired) or not further:
