@@ -166,16 +166,11 @@ class Instance:
     @property
     def ready(self) -> bool:
         """True if requests may be sent here now. A pairing may ask a whole large fleet, so this is quick."""
-        ranks = 0
-        for record in self.nodes:
-            if not record.beat.ready:
-                return False
-            ranks += len(record.registration.ranks)  # no two nodes have the same rank
-        return ranks == self.first.pp_size * self.first.tp_size
+        return all(record.beat.ready for record in self.nodes) and not self.missing
 
     @property
     def missing(self) -> int:
-        """Number of ranks that no live node has."""
+        """Number of ranks that no live node has; no two nodes have the same rank."""
         return self.first.pp_size * self.first.tp_size - sum(len(record.registration.ranks) for record in self.nodes)
 
     def reasons(self) -> tuple[str, ...]:
