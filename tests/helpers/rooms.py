@@ -172,11 +172,21 @@ class RecordedEvents(EventStream):
         return [(fact.outcome, fact.seconds) for fact in self.of(RequestWaited)]
 
 
-class FakeWorkers:
+class Recorder:
+    """Writes down what is sent, and to whom."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[object, object]] = []
+
+    def send(self, to: object, message: PeerMessage | NodeToWorker) -> None:
+        self.messages.append((to, message))
+
+
+class FakeWorkers(Recorder):
     def __init__(self, *ranks: Rank, geometry: ModelGeometry = GEOMETRY) -> None:
+        super().__init__()
         self.layers = {rank: tuple(range(geometry.layer_count)) for rank in ranks or (R0,)}
         self.lacking = ""
-        self.messages: list[tuple[object, object]] = []
 
     def missing(self) -> str:
         return self.lacking
@@ -184,17 +194,8 @@ class FakeWorkers:
     def manifests(self) -> tuple[RankManifest, ...]:
         return (manifest(),)
 
-    def send(self, rank: Rank, message: NodeToWorker) -> None:
-        self.messages.append((rank, message))
 
-
-class FakePeers:
-    def __init__(self) -> None:
-        self.messages: list[tuple[object, object]] = []
-
-    def send(self, peer: str, message: PeerMessage) -> None:
-        self.messages.append((peer, message))
-
+class FakePeers(Recorder):
     def name(self, peer: str) -> str:
         return f"decode/{peer}"
 
@@ -223,41 +224,21 @@ class FakeEngines:
         return [event.kind for event in self.events]
 
 
-class FakeNodes:
+class FakeNodes(Recorder):
     def __init__(self) -> None:
+        super().__init__()
         self.answers: dict[PeerAddress, KnownNode | BridgeError] = {}
-        self.asked: list[PeerAddress] = []
-        self.messages: list[tuple[object, object]] = []
 
-    def know(
-        self,
-        address: PeerAddress = ADDRESS,
-        peer: str = PREFILL,
-        ranks: tuple[Rank, ...] = (R0,),
-        *,
-        instance: str = "prefill",
-        tp_size: int = 1,
-        stage_boundaries: tuple[int, ...] = (),
-    ) -> None:
-        self.answers[address] = KnownNode(
-            peer,
-            instance=instance,
-            node=peer[:4],
-            pp_size=len(stage_boundaries) + 1,
-            tp_size=tp_size,
-            stage_boundaries=stage_boundaries,
-            ranks=ranks,
-        )
+    def know(self, address: PeerAddress = ADDRESS, peer: str = PREFILL, ranks=(R0,), **fields) -> None:
+        fields = {"instance": "prefill", "tp_size": 1, "stage_boundaries": ()} | fields
+        stages = len(fields["stage_boundaries"]) + 1
+        self.answers[address] = KnownNode(peer, node=peer[:4], ranks=ranks, pp_size=stages, **fields)
 
     def known_node(self, address: PeerAddress) -> KnownNode | None:
-        self.asked.append(address)
         answer = self.answers.get(address)
         if isinstance(answer, BridgeError):
             raise answer
         return answer
-
-    def send(self, peer: str, message: PeerMessage) -> None:
-        self.messages.append((peer, message))
 
 
 class FakeFence:

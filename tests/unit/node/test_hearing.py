@@ -125,10 +125,6 @@ DECODE_SAID: list[tuple[str, RoomMessage]] = [
 ]
 
 
-def decode_hears(bench: DecodeBench, who: str, message: RoomMessage) -> None:
-    bench.hear(message, who) if who else bench.service.hear(message)
-
-
 def seen(bench: DecodeBench | PrefillBench, owner: Owner) -> bytes:
     """All that a message about a room could change, but what is counted."""
     room = bench.service.book.find(*owner)
@@ -154,6 +150,23 @@ def targets(table, state) -> set:
     return found
 
 
+def does_what_is_listed(bench, table, meaning, hear: Callable[[], object], what: str) -> None:
+    """A message with a meaning leads to a state of the table; one that is late or has none changes nothing."""
+    room = bench.service.book.find(*OWNER)
+    state = room and room.state
+    looked, refused = seen(bench, OWNER), bench.events.refusals.total()
+    hear()
+    if meaning in {None, Meaning.LATE}:
+        assert seen(bench, OWNER) == looked, f"{what} has changed a room that is {state}"
+        assert bench.events.refusals.total() - refused == (meaning is None)
+    elif room is not None:
+        assert room.state in targets(table, state)
+        assert bench.events.refusals.total() - refused == (meaning is Meaning.TURN_AWAY)
+    else:
+        assert table is PREFILL_TABLE, "a decode node takes nothing about a room that it does not have"
+    check_book(bench.book)
+
+
 def rooms_in(states, histories_of) -> list[object]:
     return [
         pytest.param(state, before, id=f"{state or 'unknown'}-{before or 'nothing'}")
@@ -169,16 +182,8 @@ def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, befo
         room = bench.service.book.find(*OWNER)
         speaker = decode_speaker(room, who, message)
         meaning = DECODE_HEARS.meaning(state, speaker, message.type)
-        looked, refused = seen(bench, OWNER), bench.events.refusals.total()
-        decode_hears(bench, who, message)
-        if meaning in {None, Meaning.LATE}:
-            assert seen(bench, OWNER) == looked, f"{message!r} of {speaker} has changed a room that is {state}"
-            assert bench.events.refusals.total() - refused == (meaning is None)
-        else:
-            assert room is not None
-            assert room.state in targets(DECODE_TABLE, state)
-            assert bench.events.refusals.total() == refused
-        check_book(bench.book)
+        hear = partial(bench.hear, message, who) if who else partial(bench.service.hear, message)
+        does_what_is_listed(bench, DECODE_TABLE, meaning, hear, f"{message!r} of {speaker}")
 
 
 def test_no_word_of_a_writer_before_the_offer_counts_after_it():
@@ -289,19 +294,12 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
         room = bench.service.book.find(*OWNER)
         speaker = prefill_speaker(room, who, message)
         meaning = PREFILL_HEARS.meaning(state, speaker, message.type)
-        looked, refused = seen(bench, OWNER), bench.events.refusals.total()
-        bench.hear(message, who) if who else bench.service.orders.hear(message)
-        if meaning in {None, Meaning.LATE}:
-            assert seen(bench, OWNER) == looked, f"{message!r} of {speaker} has changed a room that is {state}"
-            assert bench.events.refusals.total() - refused == (meaning is None)
-        elif room is not None:
-            assert room.state in targets(PREFILL_TABLE, state)
-            assert bench.events.refusals.total() - refused == (meaning is Meaning.TURN_AWAY)
+        hear = partial(bench.hear, message, who) if who else partial(bench.service.orders.hear, message)
+        does_what_is_listed(bench, PREFILL_TABLE, meaning, hear, f"{message!r} of {speaker}")
         if meaning is Meaning.TURN_AWAY:
             assert room.state is state
             proof = [] if isinstance(message, Intend) else [Drained]  # an offer may follow an intent, and be taken
             assert [type(said) for said in bench.told(object, who)][-1 - len(proof) :] == [Failed, *proof]
-        check_book(bench.book)
 
 
 def engine_calls(bench: DecodeBench | PrefillBench) -> dict[str, Callable[[], object]]:
