@@ -109,7 +109,7 @@ Memory of {config.instance}/{config.node}, {geometry.name}
 
 A request from its admission to its end, with room for {new_tokens} new tokens
 {aligned(_requests(plan, lengths, new_tokens, layout, memory))}
-Device: of rank {rank}, which holds most{hot}. Fit at once: if all requests are of that length."""
+Device: rank {rank}, which holds most{hot}. Fit at once: if all requests are of that length."""
 
 
 def _fullest(config: DecodeConfig, layout: NodeLayout, whole: DecodePlan) -> tuple[Rank, DecodePlan]:
