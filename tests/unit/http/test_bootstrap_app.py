@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import httpx
 import pytest
 import pytest_asyncio
+from fastapi import FastAPI
 
 from kvbridge.api.client import DirectoryClient
 from kvbridge.api.directory import Load, NodeHeartbeat, PairReport, PairRequest, Ticket
@@ -15,11 +19,12 @@ from kvbridge.core.errors import ConflictError, FeatureError, UnknownRoomError
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Features
+from kvbridge.http.app import describe
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from tests.helpers.later_release import later
 from tests.helpers.manual_clock import ManualClock
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
-from tests.unit.http.services import BOOTSTRAP_PAGE, FakeStatus, settings
+from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, daemon_app, settings
 from tests.unit.http.test_daemon_app import check_description
 
 pytestmark = pytest.mark.asyncio
@@ -120,3 +125,32 @@ async def test_a_node_that_requires_what_this_bootstrap_lacks_is_refused_by_name
     with pytest.raises(FeatureError, match=r"requires feature 'later'.*upgrade this bootstrap"):
         await client.register(registration)
     assert await client.instances() == ()
+
+
+# ------------------------------------------------------------------------------------------- docs/http-api.md
+
+TEXT = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
+
+
+def calls(app: FastAPI) -> set[tuple[str, str]]:
+    paths = describe(app, (), (), asks_token=False)["paths"]
+    return {(method.upper(), path) for path, methods in paths.items() for method in methods}
+
+
+def listed(*titles: str) -> set[tuple[str, str]]:
+    chosen = [part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE) if part.startswith(titles)]
+    assert len(chosen) == len(titles)
+    return {
+        (method, path) for part in chosen for method, path in re.findall(r"^\| `([A-Z]+) (\S+)` \|", part, re.MULTILINE)
+    }
+
+
+async def test_the_page_about_the_apis_lists_what_there_is(setup: Setup):
+    assert listed("Bootstrap", "All of them") == calls(setup.app)
+    assert listed("Daemons", "All of them") == calls(daemon_app(FakeRooms()))
+
+
+async def test_its_ticket_has_every_field():
+    block = re.search(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    assert block is not None
+    assert Ticket.model_validate_json(block[1]).model_fields_set == set(Ticket.model_fields)
