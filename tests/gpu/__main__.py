@@ -15,8 +15,8 @@ import shutil
 import signal
 import sys
 import time
-from asyncio.subprocess import STDOUT, Process
-from collections.abc import Iterable, Sequence
+from asyncio.subprocess import STDOUT
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,16 +52,25 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("out/test-gpu"), help="where the results go (JUnit XML)")
     parser.add_argument("--only", choices=PARTS, action="append", help="run these parts only")
     parser.add_argument("-k", dest="chosen", default="", help="pytest's expression for the tests to run")
-    parser.add_argument("--at-once", type=int, default=steps_at_once(cores), help="processes side by side")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=max(1, min(MOST_AT_ONCE, cores // CORES_OF_A_STEP)),
+        help="processes side by side",
+    )
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a script runs in its background ignores Ctrl-C
     if reason_without_device():
         print(f"no GPU tests here: {reason_without_device()}", file=sys.stderr)
         return NO_DEVICE
-    print(_devices(), flush=True)
+    for device, fact in enumerate(map(runtime.device_facts, range(runtime.device_count()))):
+        free_gb = fact.free_bytes / 1e9
+        print(f"cuda:{device} {fact.name}, {fact.multiprocessors} multiprocessors, {free_gb:.0f} GB free", flush=True)
     steps = [step for step in all_steps(ROOT) if not given.only or step.part in given.only]
     print(f"{len(steps)} steps, {given.at_once} at once", flush=True)
-    run = Run(given.output.resolve(), given.chosen, given.at_once, tuple(_visible_devices()))
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = named.split(",") if named else map(str, range(runtime.device_count()))
+    run = Run(given.output.resolve(), given.chosen, given.at_once, tuple(devices))
     bad = asyncio.run(run_all(steps, run))
     print(
         f"\n{len(bad)} of {len(steps)} steps failed: {', '.join(bad)}" if bad else f"\nall {len(steps)} steps are good"
@@ -102,10 +111,12 @@ def _log_of(step: Step, run: Run) -> Path:
 
 async def run_step(step: Step, run: Run, number: int = 0) -> str:
     """Run one step to its end or its deadline; say how it went. `number` chooses the device that it sees as the first one."""
-    sanitizer = find_sanitizer() if step.tool else ""
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
+    sanitizer = shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.exists() else "")
     if step.tool and not sanitizer:
         return "skipped: compute-sanitizer is not on PATH (it comes with the CUDA toolkit)"
-    deadline_s = time_for(step, time.monotonic() - run.begun_s)
+    left_s = TOTAL_S - (time.monotonic() - run.begun_s) - (0.0 if step.alone else ALONE_S)
+    deadline_s = min(step.deadline_s, left_s)
     if deadline_s < LEAST_S:
         return "failed: not run, the steps before it took all the time"
     log, report = _log_of(step, run), run.output / f"{step.name}.xml"
@@ -114,12 +125,22 @@ async def run_step(step: Step, run: Run, number: int = 0) -> str:
     command += ["-m", "gpu and alone" if step.alone else "gpu and not alone", "-q", f"--junitxml={report}"]
     chosen = " and ".join(f"({expression})" for expression in (step.chosen, run.chosen) if expression)
     command += [*(["-k", chosen] if chosen else []), *step.targets]
-    if sanitizer:
+    if step.tool:
         # The API's errors are looked at by the code under test, which expects some of them.
         watch = [sanitizer, "--tool", step.tool, "--error-exitcode", str(SANITIZER_EXIT), "--report-api-errors", "no"]
         command = [*watch, "--target-processes", "application-only", *command]
     code = await run_limited(command, deadline_s, _environment(step, run, number), log)
-    return judge(code, _summary(log), deadline_s)
+    if code is None:
+        return f"failed: not done after {deadline_s:.0f} s"
+    if code == SANITIZER_EXIT:
+        return "failed: compute-sanitizer found errors (above)"
+    if code == NO_TEST_CHOSEN:
+        return "no test ran"
+    said = re.findall(
+        r"(?m)^.*\d+ \w+.* in [\d.]+s.*$", log.read_text(errors="replace")
+    )  # "3 passed, 1 skipped in 2.00s"
+    summary = said[-1].strip("= ") if said else ""
+    return f"failed: exit code {code}, {summary}" if code else summary
 
 
 def _environment(step: Step, run: Run, number: int) -> dict[str, str]:
@@ -128,27 +149,11 @@ def _environment(step: Step, run: Run, number: int) -> dict[str, str]:
     # Tensor libraries take every core in every process otherwise.
     found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // run.at_once)))
     if len(run.devices) > 1:
-        found["CUDA_VISIBLE_DEVICES"] = devices_in_turn(list(run.devices), number)
+        first = number % len(run.devices)  # another device comes first each time
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(run.devices[first:] + run.devices[:first])
     if step.tool:
         found[SMALL_VARIABLE] = "1"
     return found
-
-
-def _summary(log: Path) -> str:
-    """Return the last line of pytest, as "3 passed, 1 skipped in 2.00s"."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
-    return lines[-1].strip("= ") if lines else ""
-
-
-def judge(code: int | None, summary: str, deadline_s: float) -> str:
-    """Say how a step went; `code` is None when the deadline ended the step."""
-    if code is None:
-        return f"failed: not done after {deadline_s:.0f} s"
-    if code == SANITIZER_EXIT:
-        return "failed: compute-sanitizer found errors (above)"
-    if code == NO_TEST_CHOSEN:
-        return "no test ran"
-    return f"failed: exit code {code}, {summary}" if code else summary
 
 
 async def run_limited(command: Sequence[str], deadline_s: float, environment: dict[str, str], log: Path) -> int | None:
@@ -163,37 +168,16 @@ async def run_limited(command: Sequence[str], deadline_s: float, environment: di
     except TimeoutError:
         return None
     finally:
-        if process.returncode is None:
-            await _interrupt(process)
+        if (
+            process.returncode is None
+        ):  # as Ctrl-C: pytest then ends what its fixtures have started, and writes its report
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await process.wait()
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
-
-
-async def _interrupt(process: Process) -> None:
-    """As Ctrl-C: pytest then ends what its fixtures have started, and writes its report."""
-    os.killpg(process.pid, signal.SIGINT)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GRACE_S):
-            await process.wait()
-
-
-def find_sanitizer() -> str:
-    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
-    return shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.exists() else "")
-
-
-def _visible_devices() -> list[str]:
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return named.split(",") if named else [str(device) for device in range(runtime.device_count())]
-
-
-def _devices() -> str:
-    facts = [runtime.device_facts(device) for device in range(runtime.device_count())]
-    return "\n".join(
-        f"cuda:{device} {fact.name}, {fact.multiprocessors} multiprocessors, {fact.free_bytes / 1e9:.0f} GB free"
-        for device, fact in enumerate(facts)
-    )
 
 
 TOTAL_S = 570.0
@@ -251,50 +235,20 @@ class Step:
 
 def all_steps(root: Path) -> list[Step]:
     """Every step, the longest first; the one that runs alone is the last."""
+
+    def place(step: Step) -> int:
+        name = "sanitizer" if step.tool else step.name.partition("/")[2]
+        return next((place for place, begin in enumerate(LONGEST_FIRST) if name.startswith(begin)), len(LONGEST_FIRST))
+
+    found = []
+    for part, folder in (("tests", "tests/gpu"), ("contract", "tests/contract")):
+        for file in sorted(path.relative_to(root).as_posix() for path in (root / folder).glob("test_*.py")):
+            for piece in CONTRACT_HALVES if part == "contract" else TEST_PIECES.get(file, ("",)):
+                name = "-".join([Path(file).stem.removeprefix("test_"), *piece.split()])
+                found.append(Step(f"{part}/{name}", part, (file,), piece))
     kernels = tuple(f"tests/gpu/{name}" for name in KERNEL_TESTS)
-    found = [
-        step
-        for file in _test_files(root, "tests/gpu")
-        for step in _of_file("tests", file, TEST_PIECES.get(file, ("",)))
-    ]
-    found += [
-        step for file in _test_files(root, "tests/contract") for step in _of_file("contract", file, CONTRACT_HALVES)
-    ]
     found += [Step(tool, tool, kernels) for tool in SANITIZERS]
-    found.sort(key=_place)
-    return [*found, Step("tests/alone", "tests", ("tests/gpu",), alone=True, deadline_s=ALONE_S)]
-
-
-def _place(step: Step) -> int:
-    name = "sanitizer" if step.tool else step.name.partition("/")[2]
-    return next((place for place, begin in enumerate(LONGEST_FIRST) if name.startswith(begin)), len(LONGEST_FIRST))
-
-
-def _of_file(part: str, file: str, pieces: Iterable[str]) -> Iterable[Step]:
-    """A step for each piece of a file, an expression of pytest; an empty one is the whole file."""
-    for piece in pieces:
-        name = "-".join([Path(file).stem.removeprefix("test_"), *piece.split()])
-        yield Step(f"{part}/{name}", part, (file,), piece)
-
-
-def _test_files(root: Path, folder: str) -> Iterable[str]:
-    return sorted(path.relative_to(root).as_posix() for path in (root / folder).glob("test_*.py"))
-
-
-def steps_at_once(cores: int) -> int:
-    return max(1, min(MOST_AT_ONCE, cores // CORES_OF_A_STEP))
-
-
-def time_for(step: Step, passed_s: float) -> float:
-    """How long a step may take that begins so long after the first one."""
-    ends_s = TOTAL_S if step.alone else TOTAL_S - ALONE_S
-    return min(step.deadline_s, ends_s - passed_s)
-
-
-def devices_in_turn(devices: list[str], number: int) -> str:
-    """Return a step's CUDA_VISIBLE_DEVICES: all devices, another one first each time."""
-    first = number % max(1, len(devices))
-    return ",".join(devices[first:] + devices[:first])
+    return [*sorted(found, key=place), Step("tests/alone", "tests", ("tests/gpu",), alone=True, deadline_s=ALONE_S)]
 
 
 if __name__ == "__main__":

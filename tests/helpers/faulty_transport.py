@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -21,14 +21,12 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import (
-    Endpoint,
     Peer,
     Transfer,
     TransferState,
     TransferStatus,
     Transport,
 )
-from kvbridge.transport.threads import Call
 from kvbridge.worker import lifecycle
 
 DEATH_EXIT_CODE = 86
@@ -98,11 +96,10 @@ install({content!r})
 """
 
 
-class FaultyTransport(Transport):
-    """Wraps `inner`, whose name, endpoints and peers are its own."""
+class FaultyTransport:
+    """Wraps `inner`, whose name, endpoints, peers and registrations are its own."""
 
     def __init__(self, inner: Transport, settings: FaultySettings, *, clock: Clock = monotonic) -> None:
-        self.name = inner.name
         self._inner = inner
         self._settings = settings
         self._clock = clock
@@ -112,31 +109,15 @@ class FaultyTransport(Transport):
         self._scratch: mmap.mmap | None = None
         """Holds the operation of which a bit was flipped, for as long as the inner transport may read it."""
 
-    @property
-    def max_operation_bytes(self) -> int:
-        return self._inner.max_operation_bytes
-
-    @property
-    def operation_cost_bytes(self) -> int:
-        return self._inner.operation_cost_bytes
-
-    def register(self, memory: Sequence[Extent]) -> None:
-        self._inner.register(memory)
-
-    def endpoint(self) -> Endpoint:
-        return self._inner.endpoint()
-
-    def connect(self, endpoint: Endpoint) -> Call[Peer]:
-        return self._inner.connect(endpoint)
-
-    def disconnect(self, peer: Peer) -> None:
-        self._inner.disconnect(peer)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """The inner transport checks what it is given, so not what a fault withholds."""
         self.deliver_late()
         if self._settings.reorder:
-            operations = self._shuffled(operations)
+            order = self._random.permutation(len(operations))
+            operations = Operations(operations.source[order], operations.destination[order], operations.length[order])
         kept, fate = self._cut(operations)
         kept = self._with_flipped_bit(kept)
         late_s = self._settings.late_delivery_s
@@ -145,15 +126,12 @@ class FaultyTransport(Transport):
         self._handed_over += len(kept)
         if late_s is not None:
             self._late.append(_LateDelivery(self._clock() + late_s, peer, kept, deadline_s))
-        return _FaultyTransfer(self, transfer, self._settings, fate=fate, deadline_s=deadline_s, clock=self._clock)
+        return _FaultyTransfer(self, transfer, fate, deadline_s)
 
     def close(self) -> None:
-        """What was to be delivered late is not delivered."""
+        """Late deliveries that are still to come never do."""
         self._late.clear()
         self._inner.close()
-
-    def revoked(self, before_epoch: int) -> bool:
-        return self._inner.revoked(before_epoch)
 
     def deliver_late(self) -> None:
         """Push late deliveries forward; called by everything that a live transport does."""
@@ -169,10 +147,6 @@ class FaultyTransport(Transport):
             if delivery.transfer is None or not delivery.transfer.poll().state.terminal:
                 remaining.append(delivery)
         self._late = remaining
-
-    def _shuffled(self, operations: Operations) -> Operations:
-        order = self._random.permutation(len(operations))
-        return Operations(operations.source[order], operations.destination[order], operations.length[order])
 
     def _cut(self, operations: Operations) -> tuple[Operations, Fate]:
         """Return the operations that are delivered, and what happens then."""
@@ -199,25 +173,15 @@ class FaultyTransport(Transport):
 
 
 class _FaultyTransfer(Transfer):
-    """Tells of an inner transfer what the settings want told."""
+    """Tells of an inner transfer as the settings want."""
 
-    def __init__(
-        self,
-        transport: FaultyTransport,
-        inner: Transfer,
-        settings: FaultySettings,
-        *,
-        fate: Fate,
-        deadline_s: float,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, transport: FaultyTransport, inner: Transfer, fate: Fate, deadline_s: float) -> None:
         self._transport = transport
         self._inner = inner
-        self._settings = settings
+        self._settings, self._clock = transport._settings, transport._clock
         self._fate = fate
-        self._clock = clock
-        self._not_before_s = clock() + settings.delay_s
-        self._ends_at_s = clock() + deadline_s
+        self._not_before_s = self._clock() + self._settings.delay_s
+        self._ends_at_s = self._clock() + deadline_s
         self._error = ""
         self._failed_at_s = 0.0
         self._status = TransferStatus(TransferState.ACTIVE)
@@ -243,23 +207,15 @@ class _FaultyTransfer(Transfer):
             case Fate.FAIL:
                 limit = self._settings.fail_after_operations
                 return TransferStatus(TransferState.FAILED_QUIET, f"injected: failed after {limit} operations")
-            case Fate.SILENCE | Fate.DONE:
-                return self._held_back()
-
-    def _held_back(self) -> TransferStatus:
-        """All is delivered, and the caller does not know it yet."""
-        now_s = self._clock()
-        silent = self._fate is Fate.SILENCE
+        # All is delivered, and the caller does not know it yet.
+        now_s, silent = self._clock(), self._fate is Fate.SILENCE
         if not self._error and not silent and now_s >= self._not_before_s:
             return TransferStatus(TransferState.DONE)
         if now_s >= self._ends_at_s:
             self._fail("injected: no completion by the deadline")
-        if not self._error:
-            return self._status
-        if not silent:
-            return TransferStatus(TransferState.FAILED_QUIET, self._error)
-        if now_s >= self._failed_at_s + self._settings.quiet_timeout_s:
-            return TransferStatus(TransferState.FAILED_NOT_QUIET, self._error)
+        if self._error and not (silent and now_s < self._failed_at_s + self._settings.quiet_timeout_s):
+            state = TransferState.FAILED_NOT_QUIET if silent else TransferState.FAILED_QUIET
+            return TransferStatus(state, self._error)
         return self._status
 
     def _fail(self, reason: str) -> None:

@@ -1,5 +1,4 @@
-"""The other side of a transfer, as a real process: owns a buffer, registers it with its own transport, obeys
-commands.
+"""The other side of a transfer, as a real process: owns a buffer, registers it with its own transport, obeys commands.
 
 Run as `python -m tests.helpers.transport_peer '<json>'` with keys name, settings, path, length_bytes and (optional)
 extents, a list of [offset, length] to register instead of the whole buffer; memory, "dram" or "vram"; device, an
@@ -32,14 +31,10 @@ def execute(command: dict[str, Any], transport: Transport, buffer: Buffer) -> di
         case "endpoint":
             endpoint = transport.endpoint()
             return {"transport": endpoint.transport, "data": base64.b64encode(endpoint.data).decode()}
-        case "fill":
-            buffer.fill(command["value"], offset, length)
         case "checksum":
             return {"sha256": hashlib.sha256(buffer.read(offset, length)).hexdigest()}
         case "register":
             transport.register([buffer.memory(offset, length)])
-        case "close":
-            transport.close()
         case other:
             raise ValueError(f"no command '{other}'")
     return {}
