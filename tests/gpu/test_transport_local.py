@@ -21,7 +21,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory import gpu_memory
 from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport
 from kvbridge.transport.local.transport import LocalTransport
-from tests.contract.harness import Backend, Buffer, PeerProcess, wait
+from tests.contract.harness import Backend, PeerProcess, wait
 from tests.helpers.gpu import SMALL
 from tests.helpers.gpu_children import child
 from tests.helpers.shared_buffer import DeviceBuffer, SharedBuffer, connect, operations
@@ -258,28 +258,17 @@ class LocalTransportPair:
     layers: int
     page_ids: np.ndarray
     target_ids: np.ndarray
-    page_first: bool
-    """Whether the layers of a page lie together in both pools, and go as one operation."""
-
-    @property
-    def target(self) -> Buffer:
-        return self.process.buffer
 
     @property
     def total_bytes(self) -> int:
         return len(self.page_ids) * self.layers * self.page_bytes
 
     def operations(self) -> Operations:
-        if self.page_first:
-            row = self.layers * self.page_bytes
-            sides = [ids.astype(np.uint64) * np.uint64(row) for ids in (self.page_ids, self.target_ids)]
-            lengths = np.full(len(self.page_ids), row, dtype=np.uint64)
-        else:
-            layer_bytes = np.uint64(len(self.page_ids) * self.page_bytes)
-            starts = np.arange(self.layers, dtype=np.uint64)[:, None] * layer_bytes
-            page = np.uint64(self.page_bytes)
-            sides = [(starts + ids.astype(np.uint64) * page).ravel() for ids in (self.page_ids, self.target_ids)]
-            lengths = np.full(self.layers * len(self.page_ids), page, dtype=np.uint64)
+        layer_bytes = np.uint64(len(self.page_ids) * self.page_bytes)
+        starts = np.arange(self.layers, dtype=np.uint64)[:, None] * layer_bytes
+        page = np.uint64(self.page_bytes)
+        sides = [(starts + ids.astype(np.uint64) * page).ravel() for ids in (self.page_ids, self.target_ids)]
+        lengths = np.full(self.layers * len(self.page_ids), page, dtype=np.uint64)
         return Operations(
             sides[0] + np.uint64(self.source.address), sides[1] + np.uint64(self.process.address), lengths
         )
@@ -296,15 +285,9 @@ class LocalTransportPair:
         return took_s
 
     def check(self) -> None:
-        shape = (
-            (len(self.page_ids), self.layers * self.page_bytes)
-            if self.page_first
-            else (self.layers, len(self.page_ids), self.page_bytes)
-        )
-        source, target = self.source.read().reshape(shape), self.target.read().reshape(shape)
-        axis = 0 if self.page_first else 1
-        expected = np.take(source, self.page_ids, axis=axis)
-        assert np.array_equal(np.take(target, self.target_ids, axis=axis), expected), "bytes differ"
+        shape = self.layers, len(self.page_ids), self.page_bytes
+        source, target = self.source.read().reshape(shape), self.process.buffer.read().reshape(shape)
+        assert np.array_equal(target[:, self.target_ids], source[:, self.page_ids]), "bytes differ"
 
 
 @contextlib.contextmanager
@@ -315,14 +298,14 @@ def local_transport_pair(
     pages: int,
     page_first: bool = False,
     settings: LocalSettings | None = None,
-    layers: int = LAYERS,
-    page_bytes: int = PAGE_BYTES,
 ) -> Iterator[LocalTransportPair]:
-    """A bed from device 0 to a process's host pool in `directory`, or to its device memory (on the last device).
+    """From device 0 to a process's host pool in `directory`, or to its device memory (on the last device).
 
-    The host pool is registered with CUDA here before anything is moved.
+    The host pool is registered with CUDA here before anything is moved. `page_first`: the layers of a page lie together in both
+    pools, and go as one operation.
     """
     given = settings or LocalSettings()
+    layers, page_bytes = (1, LAYERS * PAGE_BYTES) if page_first else (LAYERS, PAGE_BYTES)
     kinds = {"source": MemoryKind.VRAM, "destination": destination}
     patient = given.model_copy(update={"registration_wait_s": MOVE_LIMIT_S})
     backend = Backend("local", "local", TransportSettings(local=patient), "", **kinds)
@@ -336,17 +319,8 @@ def local_transport_pair(
             process.buffer.fill(1)  # every page exists before anything is measured
             transport.register([source.memory()])
             peer = connect(transport, process.endpoint)
-            yield LocalTransportPair(
-                transport,
-                peer,
-                source,
-                process,
-                page_bytes,
-                layers,
-                rng.permutation(pages),
-                rng.permutation(pages),
-                page_first,
-            )
+            ids = rng.permutation(pages), rng.permutation(pages)
+            yield LocalTransportPair(transport, peer, source, process, page_bytes, layers, *ids)
         finally:
             transport.close()
             source.close()
