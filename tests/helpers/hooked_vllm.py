@@ -281,7 +281,6 @@ def request(name: str, params: Any, *, tokens: int = 2 * PAGE, refused: bool = F
 
 
 def vllm_config(kv_role: str, extra: dict[str, Any] | None = None, *, speculative: Any = None, **parallel: int) -> Any:
-    """A VllmConfig, as far as the connector reads it."""
     sizes = ("tensor_parallel", "pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}, engine_id="e", kv_role=kv_role),

@@ -18,7 +18,6 @@ _said: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Say where vLLM is; called by pytest."""
     parser.addoption(
         "--vllm", type=Path, default=ROOT / "out/vllm/venv/bin/python", help="Python of the environment with vLLM"
     )
@@ -26,21 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give cases the time that servers take; called by pytest."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.timeout(CASE_S))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the servers were like; called by pytest."""
     for line in _said:
         terminalreporter.write_line(line)
 
 
 @pytest.fixture
 def say() -> list[str]:
-    """Lines that the summary ends with."""
     return _said
 
 
@@ -58,7 +54,6 @@ def setup(request: pytest.FixtureRequest) -> Setup:
 
 @pytest.fixture(scope="session")
 def fleet(setup: Setup) -> Iterator[Fleet]:
-    """All servers with kvbridge, and the one alone."""
     begun_s = time.monotonic()
     fleet = Fleet(setup, [plan() for plan in PLANS])
     _said.append(f"{len(PLANS)} servers answered {time.monotonic() - begun_s:.0f} s after their start")

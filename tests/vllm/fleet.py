@@ -49,7 +49,6 @@ class Fleet:
             raise
 
     def add(self, plans: Sequence[Plan]) -> None:
-        """Start more servers, all at once. In the main thread."""
         for plan in plans:
             self._plans[plan.name] = plan
             self._start(plan.name)
@@ -57,7 +56,6 @@ class Fleet:
             self._await(self.servers[plan.name])
 
     def remove(self, names: Sequence[str]) -> None:
-        """End some servers."""
         for name in names:
             self.servers.pop(name).end()
 
@@ -99,11 +97,9 @@ class Fleet:
         assert not answer.is_error, f"{server.plan.name} answers nothing: {answer}"
 
     def pair(self, decode: str) -> Pair:
-        """Return the prefill server with one of the decode servers."""
         return Pair(self.servers["prefill"], self.servers[decode])
 
     def expected(self, asked: Sequence[int], max_tokens: int = 16) -> Answer:
-        """Return what the server alone answers."""
         key = (max_tokens, *asked)
         if key not in self._expected:
             answer = self._expected[key] = self.servers["single"].ask(asked, max_tokens)
@@ -132,7 +128,6 @@ class Fleet:
         return differs
 
     def assert_right(self, asked: Sequence[Sequence[int]], got: Sequence[Answer]) -> None:
-        """See that all answers are those of the server alone."""
         pairs = zip(asked, got, strict=True)
         wrong = [f"prompt of {len(one)}: {what}" for one, answer in pairs if (what := self.wrong(one, answer))]
         assert not wrong, "\n".join(wrong)
@@ -160,7 +155,6 @@ class Fleet:
         return [f"{name}: {what}" for name, server in self.servers.items() for what in _left_at(server)]
 
     def end(self) -> None:
-        """End all servers, whatever happens to one of them."""
         problems: list[BaseException] = []
         for server in self.servers.values():
             server.ask_to_end()
@@ -184,7 +178,6 @@ def _left_at(server: Server) -> list[str]:
 
 
 def _left_in(status: dict[str, Any]) -> list[str]:
-    """Return everything that a kvbridge node has not given back."""
     under_way = {state: number for state, number in status["rooms"].items() if number and state not in OVER}
     found = [f"its node has {number} rooms {state}" for state, number in under_way.items()]
     found += [

@@ -24,7 +24,6 @@ SHARPER = {"q_proj": 8.0, "k_proj": 8.0, "v_proj": 4.0, "o_proj": 4.0, "mlp": 4.
 
 
 def main() -> None:
-    """Write the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory", type=Path)

@@ -31,7 +31,6 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def is_node(process: psutil.Process) -> bool:
-    """Whether it is a node that kvbridge has started beside a server."""
     try:
         line = process.cmdline()
     except psutil.Error:
@@ -40,7 +39,6 @@ def is_node(process: psutil.Process) -> bool:
 
 
 def config_of(node: psutil.Process) -> Path:
-    """Return the file that a node was started from."""
     line = node.cmdline()
     return Path(line[line.index("--config") + 1])
 
@@ -56,7 +54,6 @@ def send(number: signal.Signals, processes: list[psutil.Process]) -> None:
 
 @contextmanager
 def frozen(processes: list[psutil.Process]) -> Iterator[None]:
-    """Stop processes while the body runs."""
     send(signal.SIGSTOP, processes)
     try:
         yield

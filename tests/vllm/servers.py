@@ -40,8 +40,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setup:
-    """Where servers find what they need."""
-
     python: Path
     """The interpreter of vLLM's environment."""
     directory: Path
@@ -67,8 +65,6 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """One server."""
-
     name: str
     transfer: Mapping[str, Any] | None = None
     """`--kv-transfer-config`."""
@@ -80,7 +76,6 @@ class Plan:
 
 
 def kvbridge(role: str, *, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
-    """Return the transfer configuration of a server with kvbridge."""
     return {
         "kv_connector": "KvbridgeConnector",
         "kv_connector_module_path": "kvbridge.engine.vllm.connector",
@@ -167,7 +162,6 @@ class Server:
         self.tree()
 
     def tree(self) -> list[psutil.Process]:
-        """Return its processes, parents first."""
         found = processes.tree(self._process.pid)
         self._known.update({one.pid: one for one in found})
         return found
@@ -200,11 +194,9 @@ class Server:
         self._client.close()
 
     def tail(self, lines: int = _LAST_LINES) -> str:
-        """Return the end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def is_healthy(self) -> bool:
-        """Whether it says that it is."""
         try:
             return self._client.get("/health", timeout=5.0).status_code == 200
         except httpx.HTTPError:
@@ -218,11 +210,9 @@ class Server:
         return sum(float(line.rsplit(" ", 1)[1]) for line in ours if all(label in line for label in wanted))
 
     def loads(self) -> float:
-        """Return how many requests wait for a transfer that has begun."""
         return self.metric("vllm:num_requests_kv_fetch_by_stage", stage="in_progress")
 
     def rooms_completed(self) -> int:
-        """Return how many rooms kvbridge's node has completed."""
         return sum(int(peer["rooms_completed"]) for peer in self.node_status()["traffic"].values())
 
     def used(self) -> dict[str, float]:
@@ -235,11 +225,9 @@ class Server:
         self._client.post("/reset_prefix_cache").raise_for_status()
 
     def node_status(self) -> dict[str, Any]:
-        """Return what kvbridge's node beside it says of itself."""
         return self._node_says("/status")
 
     def room(self, room: int) -> dict[str, Any]:
-        """Return what kvbridge's node beside it says of a room."""
         return self._node_says(f"/v1/requests/{room}")
 
     def _node_says(self, path: str) -> dict[str, Any]:
@@ -371,7 +359,6 @@ class Pair:
     def ask_together(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *, order: str = "plain"
     ) -> list[Answer]:
-        """Ask for several at once."""
         return together([lambda one=one: self.ask(one, max_tokens, order=order) for one in prompts])
 
 
@@ -383,7 +370,6 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
 
 @contextmanager
 def under_way(calls: Sequence[Callable[[], T]]) -> Iterator[list[Future[T]]]:
-    """Make calls while the body runs."""
     with ThreadPoolExecutor(max(1, len(calls))) as pool:
         yield [pool.submit(call) for call in calls]
 

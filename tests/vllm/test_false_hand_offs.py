@@ -162,7 +162,6 @@ CASES: tuple[tuple[str, str, Callable[[Trial], FalseHandOff]], ...] = (
 
 
 def try_all(fleet: Fleet, connector: Connector) -> list[str]:
-    """Return what came of each case."""
     trial, found = Trial(fleet, connector), []
     for _, _, make in CASES:
         question = make(trial)

@@ -25,13 +25,11 @@ Told = dict[str, dict]
 
 
 def hand_over(fleet: Fleet, tokens: int = 1200) -> tuple[Asked, Told]:
-    """Have a prompt computed for each decode server."""
     asked = {decode: fresh(tokens) for decode in DECODES}
     return asked, {decode: fleet.pair(decode).hand_over(one) for decode, one in asked.items()}
 
 
 def asking(fleet: Fleet, asked: Asked, told: Told, max_tokens: int = 16) -> list[Callable[[], Answer]]:
-    """Return the calls by which each decode server is asked."""
     return [
         lambda decode=decode, one=one: fleet.servers[decode].ask(
             one, max_tokens, transfer=told[decode], timeout_s=2 * FAILS_S

@@ -19,8 +19,6 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "How do you do?"}
 
 
 class Fleet:
-    """A router and its servers in one loop, and a client."""
-
     def __init__(self, prefill: int, decode: int, connector: str) -> None:
         self.rooms = HeldRooms()
         self.prefill = [OpenAiServer(self.rooms, name=f"p{number}", connector=connector) for number in range(prefill)]

@@ -24,7 +24,6 @@ SERVERS = ("--prefill", NOBODY, "--decode", NOBODY)
 
 @contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run a router until the block ends; yield it and its URL."""
     command = [sys.executable, "-m", "kvbridge", "router", "--port", "0", *arguments]
     with ForkedPopen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
@@ -47,7 +46,6 @@ def test_what_cannot_be_had_is_told_in_words_and_by_an_exit_code_of_its_own():
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a router that cannot start."""
     command = [sys.executable, "-m", "kvbridge", "router", *SERVERS, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert ended.returncode == 3

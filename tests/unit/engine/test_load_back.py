@@ -73,8 +73,6 @@ class LoadingGpu(Gpu):
 
 
 class Copier:
-    """Notes what it is given."""
-
     def __init__(self, *, fails: bool = False) -> None:
         self.copied: list[tuple] = []
         self.waits: list[tuple] = []

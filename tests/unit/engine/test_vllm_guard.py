@@ -90,7 +90,6 @@ OF_THE_WORKER = {
 
 
 def plain(answer: Any) -> Any:
-    """Return a hook's answer without vLLM's classes."""
     for fields in (("steps",), ("finished_sending", "finished_recving")):
         if all(hasattr(answer, field) for field in fields):
             found = tuple(getattr(answer, field) for field in fields)

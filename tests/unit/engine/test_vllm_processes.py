@@ -27,8 +27,6 @@ LIMIT_S = 30.0
 
 
 class RankWorker:
-    """A rank worker that ends as a test says."""
-
     node = "first"
 
     def __init__(self, error: BridgeError | None) -> None:

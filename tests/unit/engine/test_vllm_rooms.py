@@ -61,7 +61,6 @@ class Node:
         assert min(self.pins.values()) >= 0
 
     def take(self) -> list[tuple]:
-        """Return the calls since the last `take`."""
         said, self.said = self.said, []
         return said
 

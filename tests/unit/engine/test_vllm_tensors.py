@@ -62,7 +62,6 @@ class Instance:
         return cls(tensors, cache, tp, pp)
 
     def manifest(self, rank: Rank) -> RankManifest:
-        """Return a rank's manifest, as its rank worker makes it."""
         geometry, boundaries = self.cache.geometry, self.cache.stage_boundaries
         part = RankPart.of(geometry, rank, pp_size=self.pp, tp_size=self.tp, boundaries=boundaries)
         regions = MemoryPool.adopted(

@@ -56,8 +56,6 @@ class Answered:
 
 
 class Net:
-    """All that is sent."""
-
     def __init__(self, prefill: int = 1, decode: int = 1, order: DispatchOrder = DispatchOrder.PAIRED) -> None:
         self.calls: list[Call] = []
         self.failures: list[FailedAttemptError] = []
@@ -171,7 +169,6 @@ async def test_the_only_decode_is_asked_again_about_what_another_prefill_holds()
 
 
 def fails(reason: str) -> tuple[int, bytes] | UpstreamError:
-    """Return what a server answers, or why it does not."""
     if reason in {"broken", "connect"}:
         return UpstreamError(reason, refused=reason == "connect")
     return {"status": 500, "busy": 429}[reason], b"no"
