@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.vllm.fleet import CHUNK_TOKENS, DECODES, Fleet
@@ -60,9 +58,7 @@ def prefill_has_all(pair: Pair) -> list[list[int]]:
 
 @both_orders
 @pytest.mark.parametrize("known", [shared_system_prompts, decode_has_the_beginning, decode_has_all, prefill_has_all])
-def test_what_either_side_has_already(
-    fleet: Fleet, decode: str, known: Callable[[Pair], list[list[int]]], order: str
-) -> None:
+def test_what_either_side_has_already(fleet, decode, known, order):
     pair = fleet.pair(decode)
     asked = known(pair)
     hits = pair.decode.metric("vllm:prefix_cache_hits_total")

@@ -98,9 +98,7 @@ def plain(answer: Any) -> Any:
 
 
 @pytest.mark.parametrize("hook", CALLS)
-def test_a_hook_that_fails_answers_what_moves_nothing_and_says_where_it_failed(
-    hook: str, connector: ModuleType
-) -> None:
+def test_a_hook_that_fails_answers_what_moves_nothing_and_says_where_it_failed(hook, connector):
     vllm = Vllm(connector, Role.DECODE)
     ours = vllm.worker if hook in OF_THE_WORKER else vllm.scheduler
     ours._requests["r"] = Broken()

@@ -59,9 +59,7 @@ def plan(role: Role = Role.PREFILL, **extra: Any) -> NodePlan:
 
 
 @pytest.mark.parametrize(("role", "kind"), [(Role.PREFILL, PrefillConfig), (Role.DECODE, DecodeConfig)])
-def test_a_daemon_takes_what_is_written_and_knows_the_tensors(
-    role: Role, kind: type[PrefillConfig | DecodeConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_takes_what_is_written_and_knows_the_tensors(role, kind, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as home:
         monkeypatch.setenv("XDG_RUNTIME_DIR", home)
         written, file, owned = write_node(
@@ -113,9 +111,7 @@ def test_what_others_can_reach_has_keys_or_is_told_insecure(role: Role) -> None:
 
 @pytest.mark.parametrize("home", [None, "/run/user/1000", "/" + "x" * 80])
 @pytest.mark.parametrize("temporary", ["/tmp", "/" + "y" * 80])
-def test_directories_are_short_and_each_engine_and_role_has_its_own(
-    home: str | None, temporary: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_are_short_and_each_engine_and_role_has_its_own(home, temporary, monkeypatch):
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     if home is not None:
         monkeypatch.setenv("XDG_RUNTIME_DIR", home)

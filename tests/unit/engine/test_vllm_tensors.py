@@ -45,9 +45,7 @@ class Instance:
     pp: int
 
     @classmethod
-    def make(
-        cls, *, tp: int, pp: int = 1, kv_heads: int = 4, content: int = 6, order: str = HND, latent: bool = False
-    ) -> Instance:
+    def make(cls, *, tp, pp=1, kv_heads=4, content=6, order=HND, latent=False):
         each = LAYERS // pp
         heads = 1 if latent else max(1, kv_heads // tp)
         ranks = [Rank(pp=stage, tp=number) for stage in range(pp) for number in range(tp)]
