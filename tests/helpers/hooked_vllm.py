@@ -106,7 +106,7 @@ def _modules() -> dict[str, ModuleType]:
 
 @contextmanager
 def connector_module() -> Iterator[ModuleType]:
-    """The module of the connector class, over vLLM's names alone. Nothing of either is left."""
+    """Yield the module of the connector class, over vLLM's names alone. Afterwards neither is loaded."""
     ours = [f"{PACKAGE}.{name}" for name in OURS]
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name in ours or name.split(".")[0] == "vllm"}
     package = importlib.import_module(PACKAGE)
@@ -166,7 +166,7 @@ class Node:
             self._send(engine, event)
 
     def attach(self) -> PrefillEngine | DecodeEngine:
-        """An engine that serves no rank."""
+        """Return an engine that serves no rank."""
         wire = Wire(f"engine-{len(self.wires)}", self)
         self.wires[wire.name] = wire
         link = EngineLink.__new__(EngineLink)
@@ -177,7 +177,7 @@ class Node:
         return kind(link, answer, EngineMemory(answer, {}, None, None), StreamOrder({}), workers=())
 
     def endpoint(self) -> Any:
-        """Where decode reaches it."""
+        """Return the node's address for decode."""
         prefill = self.role is Role.PREFILL
         return SimpleNamespace(control=PeerAddress(endpoint="tcp://127.0.0.1:7801") if prefill else None)
 
@@ -186,7 +186,9 @@ class Node:
 
 
 class Vllm:
-    """A vLLM of one worker with one of our connectors in each of its two places. What leaves a hook leaves a method of this."""
+    """A vLLM of one worker, with one of our connectors in each of its two places. An error of a hook leaves this object's
+    method.
+    """
 
     def __init__(self, module: ModuleType, role: Role) -> None:
         self.node = Node(role)
@@ -238,7 +240,7 @@ class Vllm:
         return answer
 
     def steps(self, count: int = STEPS) -> None:
-        """What vLLM does at each of some steps, in its order."""
+        """Take some steps, each with vLLM's calls in vLLM's order."""
         for _ in range(count):
             output = SimpleNamespace(preempted_req_ids=set(), kv_connector_block_state=None)
             self.worker._connector_metadata = self.scheduler.build_connector_meta(output)

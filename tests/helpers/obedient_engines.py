@@ -30,9 +30,9 @@ from tests.helpers.prompts import Keyed
 CALL_S = 20.0
 """Longest call of an engine; what it is told to do takes little longer."""
 BUSY_PAGES = 16
-"""Of a room, and no more, that an engine keeps writing to."""
+"""Pages of a room that an engine keeps writing to."""
 IDLE_S = 0.02
-"""An engine without anything to do sees this often to calls of its own that have waited for its GPU."""
+"""Pause of an idle engine between two looks at calls of its own that wait for its GPU."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.helpers.obedient_engines"])
@@ -118,7 +118,7 @@ def _serve(role: Role, runtime_dir: str, pipe: Connection, prepare: Callable[[],
 
 
 class _Idle:
-    """What an engine does between two commands, as every engine must: nothing else sends what had to wait for its GPU."""
+    """The work of an engine between two commands: nothing else sends calls that had to wait for its GPU."""
 
     def __init__(self, engine: Engine) -> None:
         self._attached = engine
@@ -130,7 +130,7 @@ class _Idle:
             self._kept += self._attached.events()
 
     def events(self, timeout_s: float) -> list[tuple[int, str, str]]:
-        """What the node said since the last time: room, kind, code."""
+        """Return the node's events since the last call: room, kind, code."""
         found, self._kept = self._kept or self._attached.events(timeout_s), []
         return [(event.room, event.kind, event.code) for event in found]
 
@@ -319,7 +319,7 @@ def _keys(engine: Engine, prompt: Keyed | None, tokens: int) -> Keys:
 
 
 KERNELS_AT_ONCE = 500
-"""Of one CUDA graph: about a millisecond, so that a GPU does not wait for a process that is being killed."""
+"""Kernels of one CUDA graph: about a millisecond, so that a GPU does not wait for a process that is being killed."""
 GRAPHS_AHEAD = 4
 HOST_PAUSE_S = 0.002
 STOP_S = 20.0
@@ -328,7 +328,7 @@ Write = Callable[[torch.Tensor], object]
 
 
 def scribble(page: torch.Tensor) -> None:
-    """What an engine leaves in a page before its rows are final: anything."""
+    """Leave anything in a page before its rows are final."""
     page.fill_(0xA5)
 
 

@@ -19,7 +19,7 @@ ADDRESSES = [{"endpoint": "tcp://10.0.0.7:7801", "public_key": ""}]
 
 
 class HeldRooms:
-    """What prefill servers hold: decode servers wait for it."""
+    """Rooms that prefill servers hold: decode servers wait for them."""
 
     def __init__(self) -> None:
         self._held: dict[str, asyncio.Event] = {}
@@ -65,9 +65,9 @@ class OpenAiServer:
         self.hangs = False
         """Whether /health is not answered."""
         self.gate: asyncio.Event | None = None
-        """What an answer waits for."""
+        """An answer waits for it."""
         self.between: Callable[[int], asyncio.Event | None] = lambda _number: None
-        """What the piece of this number of a stream waits for."""
+        """The piece of this number of a stream waits for it."""
         self.breaks_at: int | None = None
         """The piece before which the connection is closed."""
         self.pieces = ["one", " two", " three"]

@@ -35,15 +35,15 @@ class Job:
     request: Request
     tokens: Sequence[int]
     labels: list[Hashable]
-    """What each block of its prompt is to hold; those of whole blocks are found by others."""
+    """Label of each block of its prompt. Other requests find whole blocks by their labels."""
     whole: int
-    """So many of these are whole."""
+    """Number of whole blocks."""
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     """Blocks of the prompt."""
     in_flight: int = 0
-    """Of these, what the scheduler has not read the output of."""
+    """Computed blocks with output that the scheduler has not read."""
     preempted: bool = False
     unfilled: int | None = None
     """The first block that a load has not filled."""
@@ -106,9 +106,9 @@ class Engine:
         else:
             self.scheduler.decode = rooms
         self.reports = ServedRole(rooms.role, lambda: None)
-        """Of worker 0."""
+        """Worker 0's reports."""
         self.closed: list[list[str]] = [[] for _ in range(ranks)]
-        """What each worker has yet to say of nodes that it moves nothing for any more."""
+        """Incarnations of nodes that each worker has yet to report as closed."""
         self.block = block
         self.count = blocks
         self.memory = memory
@@ -118,9 +118,9 @@ class Engine:
         """Waiting, loading and loaded, in their order."""
         self.running: list[str] = []
         self.scheduled: list[str] = []
-        """Of these, those whose turn it is in this step."""
+        """Running requests that this step computes."""
         self.preempted: set[str] = set()
-        """Since the last step."""
+        """Requests that were preempted since the last step."""
         self.caches = caches
         """Whether blocks of one request are found by others."""
         self.reads_late = False
@@ -131,10 +131,10 @@ class Engine:
             self.scheduler.prefill.pins = self.pins
         self.known: dict[Hashable, int] = {}
         self.events: deque[RoomEvent] = deque()
-        """On the connection of worker 0."""
+        """Events for worker 0."""
         self.answers: list[tuple[Job, dict]] = []
         self.seen = Counter()
-        """What has happened, for a test of this test."""
+        """Counts of events, to test that this test does something."""
 
     # ------------------------------------------------------------------ blocks
 
@@ -368,7 +368,7 @@ class Engine:
             self.free(self.requests.pop(name))
 
     def check(self) -> None:
-        """What is computed or loaded is there, until it is freed; what would be found is what it says."""
+        """Check that computed and loaded blocks hold their content until they are freed, and known blocks that of their labels."""
         if any(job.status is Status.LOADING for job in self.requests.values()):
             assert not self.rooms.idle, "a load is under way, and steps do not look"
             assert not self.reports.idle

@@ -67,7 +67,7 @@ class SparseModelPair:
         return prefill_chunks(self.model, prompt_tokens(tokens, offset=offset), chunk_tokens=512)
 
     def alone(self, prefill: Prefill, steps: int) -> Alone:
-        """What sparse decode must give to the last bit; quantised rows lose what they lose on the way."""
+        """Decode as sparse decode must to the last bit, with the loss of quantised rows."""
         cache = reencoded(self.codec, prefill.cache, into=reencoding_cache(self.model.config, self.codec))
         attention = SelectedAttention(self.model)
         with attention:
@@ -91,7 +91,7 @@ class SparseModelPair:
         return SparseCache(settings, self.c4, regions, self.device)
 
     def host_entries(self, host: Pools, layer: int, tables: Tables, *, start: int, stop: int) -> torch.Tensor:
-        """What host pages hold of a request, as numbers: [rows, width]."""
+        """Return rows of a request in host pages as numbers: [rows, width]."""
         rows = part(host.views, tables, C4, layer, start, stop).read()
         return self.codec.row_codec(C4).decode(rows).to(self.device)
 

@@ -1,4 +1,4 @@
-"""What the connector's halves speak to in tests: an attachment without its thread, over a link that a test has made."""
+"""The node of the connector's halves in tests: an attachment without its thread, over a link that a test has made."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.helpers.simulated_vllm import Engine, Job, Memory, job
 from tests.helpers.vllm_links import attach, rooms_at
 
 BLOCKS = 6
-"""Of each engine: two prompts of three blocks."""
+"""Blocks of each engine: two prompts of three blocks."""
 LONGEST_WAIT_S = 1_000
 """All limits of the nodes are shorter."""
 E0 = AttachedEngine("e0", 0, RANKS)
@@ -71,7 +71,7 @@ class Side:
         self.used: dict[Owner, tuple[int, ...]] = {}
         """The blocks that each attempt at a room was told."""
         self.newest: dict[int, int] = {}
-        """Of each room, the attempt that was told last."""
+        """Latest attempt of each room."""
         self.dying: dict[Rank, set[int]] = {}
         """Blocks that a rank's transports of a dead node may still touch."""
         self.failures: list[str] = []
@@ -233,7 +233,7 @@ class Pair:
         self.listen()
 
     def late_bytes_arrive(self) -> None:
-        """What was under way when decode's node died, for as long as its transports are open."""
+        """Write the bytes that were under way when decode's node died, while its transports are open."""
         for block in set().union(*self.decode.dying.values()):
             for rank in RANKS:
                 self.decode.memory[rank, block] = GARBAGE

@@ -50,7 +50,7 @@ def shared_memory_of(log: str) -> list[str]:
 
 
 def reported(*arguments: str, code: int = 0, **more) -> dict:
-    """What a demo says in the end. A run that is not equal has pages left no more than any other."""
+    """Return a demo's report. No run leaves pages, even when its answers are not equal."""
     with demo(*arguments, "--json", **more) as process:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == code, errors

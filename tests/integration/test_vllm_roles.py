@@ -160,7 +160,7 @@ def refused(source: Vllm, target: Vllm) -> None:
 
 
 def node_dies(role: Role, source: Vllm, target: Vllm) -> None:
-    """What it had ends."""
+    """Kill a node: its loads and held requests end."""
     if role is Role.PREFILL:
         held, _ = source.hold([5, 0, 3])
         source.step()

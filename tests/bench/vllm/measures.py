@@ -24,7 +24,7 @@ SCATTERED_REQUESTS = 560
 """More than a cache has blocks."""
 HELD_ROOMS = 16
 HOOK_REQUESTS = 200
-"""So many that the 99th percentile is not simply the worst."""
+"""Enough that the 99th percentile is not simply the worst request."""
 
 
 def _turns(turn: int) -> tuple[str, ...]:

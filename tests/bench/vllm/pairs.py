@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 class Shape:
     model: str
     cache_gib: int
-    """Of decode; prefill has 1 GiB."""
+    """Size of decode's cache; prefill has 1 GiB."""
     chunk_tokens: int
     """Prefill computes so many tokens at a time."""
 
@@ -33,7 +33,7 @@ class Measured:
     connector: str
     pair: Pair
     hooks: dict[str, HookTimes]
-    """Of `prefill` and `decode`."""
+    """Times of `prefill` and `decode`."""
 
     @property
     def servers(self) -> tuple[Server, Server]:

@@ -53,7 +53,7 @@ ROWS_KEPT = 500
 
 
 class Rows:
-    """What this process has seen, on its way to the file."""
+    """Measurements of this process, on their way to the file."""
 
     def __init__(self) -> None:
         self._path = Path(f"{os.environ['HOOK_TIMES']}.{os.getpid()}")
