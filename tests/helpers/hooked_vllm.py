@@ -186,9 +186,7 @@ class Node:
 
 
 class Vllm:
-    """A vLLM of one worker, with one of our connectors in each of its two places. An error of a hook leaves this object's
-    method.
-    """
+    """A vLLM of one worker, with one of our connectors in each of its two places. An error of a hook leaves a method of this."""
 
     def __init__(self, module: ModuleType, role: Role) -> None:
         self.node = Node(role)

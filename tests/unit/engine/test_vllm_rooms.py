@@ -108,31 +108,25 @@ def computing(side, node, *, blocks=0) -> None:
     node.take()
 
 
-def test_its_room_is_held_from_the_arrival_on(side, node):
+def test_a_room_is_held_from_the_arrival_on_and_whole_blocks_of_earlier_steps_are_published_and_pinned(side, node):
     side.arrived(request())
     assert node.take() == [("hold", 7, 1, None, 0)]
     assert side.computing == ("p",)
-
-
-def test_whole_blocks_of_earlier_steps_are_published_and_pinned(side, node):
-    computing(side, node)
+    side.computed("p", 0, 0, BLOCKS[:1])
     assert not node.pinned
-    side.computed("p", 2 * BLOCK + 3, 0, BLOCKS)
-    assert node.take() == [("publish", 7, 2 * BLOCK, (0, [10, 11]))]
-    side.computed("p", 3 * BLOCK, 0, BLOCKS)
-    assert node.take() == [("publish", 7, 3 * BLOCK, (2, [12]))]
+    for tokens, said in (
+        (2 * BLOCK + 3, [(2 * BLOCK, (0, [10, 11]))]),
+        (3 * BLOCK, [(3 * BLOCK, (2, [12]))]),
+        (3 * BLOCK, []),
+    ):
+        side.computed("p", tokens, 0, BLOCKS)
+        assert node.take() == [("publish", 7, *one) for one in said]
     assert node.pinned == {10, 11, 12}
-    side.computed("p", 3 * BLOCK, 0, BLOCKS)
-    assert node.take() == []
-
-
-def test_when_it_finishes_the_rest_is_published_and_vllm_keeps_the_blocks(side, node):
-    computing(side, node, blocks=2)
     held, answer = side.finished(request(), (*BLOCKS, 14), well=True)
-    assert node.take() == [("publish", 7, 4 * BLOCK, (2, [12, 13])), ("finish", 7)]
+    assert node.take() == [("publish", 7, 4 * BLOCK, (3, [13])), ("finish", 7)]
     assert held
     assert answer == params_of(Source(room=7, prefill=(ADDRESS,)))
-    assert not node.pinned
+    assert not node.pinned, "vLLM keeps the blocks"
     [told] = side.step().begun
     assert (told.request, told.room, told.generation, told.node) == ("p", 7, 1, "n1")
     hear(side, node, event("completed"))

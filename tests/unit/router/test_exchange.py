@@ -92,23 +92,17 @@ class Net:
         await self.until(lambda: len(self.calls) > number)
         return self.calls[number]
 
-    async def ask(self) -> bytes:
-        asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
-        async with self.router.answer(asked) as found:
-            return found.first + b"".join([piece async for piece in found.rest])
-
     async def ask_whole(self) -> Answer:
-        asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
-        async with self.router.answer(asked) as found:
-            return found
-
-    async def ask_slowly(self) -> bytes:
-        """As `ask`, with an answer that does not end before it may."""
-        asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
-        async with self.router.answer(asked) as found:
+        """Return an answer with its body as `first`. It does not end before it may."""
+        async with self.router.answer(Asked.read("/v1/completions", b'{"prompt": "p"}', {})) as found:
             self.begun.set()
             await self.may_end.wait()
-            return found.first
+            found.first += b"".join([piece async for piece in found.rest])
+            return found
+
+    async def ask(self) -> bytes:
+        self.may_end.set()
+        return (await self.ask_whole()).first
 
     def check_nothing_left(self) -> None:
         assert all(call.closed for call in self.calls)
@@ -127,7 +121,7 @@ ANSWER = 200, b"answer"
 @pytest.mark.asyncio
 async def test_an_answer_of_decode_that_comes_first_is_taken_and_that_of_prefill_still_teaches():
     net = Net()
-    asking = asyncio.create_task(net.ask_slowly())
+    asking = asyncio.create_task(net.ask_whole())
     prefill, decode = await net.call(0), await net.call(1)
     decode.answer.set_result(ANSWER)
     await asyncio.wait_for(net.begun.wait(), WAIT_S)
@@ -136,7 +130,7 @@ async def test_an_answer_of_decode_that_comes_first_is_taken_and_that_of_prefill
     server = net.servers.of(Role.PREFILL)[0]
     await net.until(lambda: server.addresses == ["moved"])
     net.may_end.set()
-    assert await asking == b"answer"
+    assert (await asking).first == b"answer"
     net.check_nothing_left()
 
 
@@ -212,6 +206,7 @@ async def test_a_request_that_may_have_ended_a_server_visits_few(role, reasons, 
 @pytest.mark.parametrize(("others", "answered"), [(["busy"], True), (["connect"], True), (["status"], False)])
 async def test_what_all_servers_say_of_their_load_is_passed_on(others, answered):
     net = Net(prefill=1 + len(others), order=DispatchOrder.PLAIN)
+    net.may_end.set()
     asking = asyncio.create_task(net.ask_whole())
     for number, reason in enumerate(others):
         end(await net.call(number), fails(reason))
