@@ -88,33 +88,32 @@ def test_no_params_raise_out_of_a_hook_or_leave_anything_behind(connector, role,
 
 
 PLACE = {"endpoint": ADDRESS.endpoint}
-FORGED = {
-    "no prefill node": {"room": "42", "prefill": []},
-    "more prefill nodes than an instance has": {"room": "42", "prefill": [PLACE] * 257},
-    "no endpoint": {"room": "42", "prefill": [{"endpoint": "x"}]},
-    "more tokens than a number of ours": {"room": "42", "prefill": [PLACE], "prompt_tokens": 2**70},
-    "no prefill node, and what the room is of": {"room": "42", "prefill": [], "prompt_tokens": 512},
-    "no endpoint, and what the room is of": {"room": "42", "prefill": [{"endpoint": ""}], "prompt_tokens": 512},
-}
+FORGED = [
+    *("x", 1, ["do_remote_prefill"]),
+    *(
+        {"do_remote_prefill": True, "kvbridge": {"room": "42", **ours}}
+        for ours in (
+            {"prefill": []},
+            {"prefill": [PLACE] * 257},
+            {"prefill": [{"endpoint": "x"}]},
+            {"prefill": [PLACE], "prompt_tokens": 2**70},
+            {"prefill": [], "prompt_tokens": 512},
+            {"prefill": [{"endpoint": ""}], "prompt_tokens": 512},
+        )
+    ),
+]
+"""Params that no prefill server has answered: no objects, no nodes or too many, no endpoint, a number that we do not have."""
 
 
 @pytest.mark.parametrize("refused", [False, True])
-@pytest.mark.parametrize("ours", FORGED.values(), ids=FORGED)
-def test_params_that_no_prefill_has_answered_are_computed_here_and_counted(connector, ours, refused):
+@pytest.mark.parametrize("params", FORGED, ids=range(len(FORGED)))
+def test_params_that_no_prefill_has_answered_are_computed_here_and_counted(connector, params, refused):
     vllm = Vllm(connector, Role.DECODE)
-    live(vllm, "r", {"do_remote_prefill": True, "kvbridge": ours}, refused=refused)
+    live(vllm, "r", params, refused=refused)
     assert vllm.failures == {"invalid_input": 1}
     assert not vllm.unfilled
     assert vllm.rooms.idle
     assert not list(vllm.node.bench.service.book)
-
-
-@pytest.mark.parametrize(("params", "refused"), [("x", False), (1, True), (["do_remote_prefill"], False)])
-def test_params_that_are_no_object_are_computed_here_and_counted(connector, params, refused):
-    vllm = Vllm(connector, Role.DECODE)
-    live(vllm, "r", params, refused=refused)
-    assert vllm.failures == {"invalid_input": 1}
-    assert vllm.rooms.idle
 
 
 def test_a_prefill_node_that_is_not_there_is_waited_for_by_the_node_and_refused_there(connector):

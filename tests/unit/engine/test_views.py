@@ -92,19 +92,18 @@ def test_mistakes_are_refused_with_their_names():
     pools = make_pools(TINY, tokens=300)
     views, tables = pools.views, pools.tables
     good = random_rows(1, TINY.component(ComponentKind.C4_KV).row_bytes)
-    with pytest.raises(NotFoundError, match="c4_kv layer 3 is not on this rank"):
-        part(views, tables, ComponentKind.C4_KV, 3, 0, 1).write(good)
-    with pytest.raises(InvalidInputError, match="need uint8 rows of shape"):
-        part(views, tables, ComponentKind.C4_KV, 2, 0, 1).write(good[:, :-1])
-    with pytest.raises(PageOutOfBoundsError, match="logical pages 2 to 2"):
-        part(views, tables, ComponentKind.C4_KV, 2, 128, 129).write(good)
-    swa = {IndexSpace.SWA: tables[IndexSpace.SWA]}
-    with pytest.raises(InvalidInputError, match="pages in 'swa', this rank needs one of 'full'"):
-        part(views, swa, ComponentKind.C4_KV, 2, 0, 1).write(good)
-    mixed = {IndexSpace.FULL: tables[IndexSpace.SWA]}
-    with pytest.raises(InvalidInputError, match="cannot index space"):
-        part(views, mixed, ComponentKind.C4_KV, 2, 0, 1).write(good)
+    swa, mixed = {IndexSpace.SWA: tables[IndexSpace.SWA]}, {IndexSpace.FULL: tables[IndexSpace.SWA]}
     wrong = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([99], dtype=np.int32))}
+    for asked, layer, start, rows, error, complaint in (
+        (tables, 3, 0, good, NotFoundError, "c4_kv layer 3 is not on this rank"),
+        (tables, 2, 0, good[:, :-1], InvalidInputError, "need uint8 rows of shape"),
+        (tables, 2, 128, good, PageOutOfBoundsError, "logical pages 2 to 2"),
+        (swa, 2, 0, good, InvalidInputError, "pages in 'swa', this rank needs one of 'full'"),
+        (mixed, 2, 0, good, InvalidInputError, "cannot index space"),
+        (wrong, 2, 0, good, PageOutOfBoundsError, "do not all exist"),
+    ):
+        with pytest.raises(error, match=complaint):
+            part(views, asked, ComponentKind.C4_KV, layer, start, start + 1).write(rows)
     with pytest.raises(PageOutOfBoundsError, match="do not all exist"):
         part(views, wrong, ComponentKind.C4_KV, 2, 0, 1).read()
     with pytest.raises(InvalidInputError, match="two regions"):
