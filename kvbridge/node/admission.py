@@ -226,7 +226,7 @@ class AdmissionController:
     def _serve(self) -> None:
         """Admit the requests whose turn it is, as long as one fits."""
         self._serving_soon = False
-        while not self._rooms.missing():
+        while not self._rooms.workers.missing():
             waiter = self._queue.next(self._book.available_pages(), self._in_use, rooms_left=self._rooms_left())
             if waiter is None:
                 return

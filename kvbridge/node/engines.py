@@ -202,7 +202,7 @@ class Engines:
                 f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ranks]}); "
                 "attach to their node"
             )
-        if not message.ranks and self._rooms.settings.adopted and (missing := self._rooms.missing()):
+        if not message.ranks and self._rooms.settings.adopted and (missing := self._rooms.workers.missing()):
             raise NotReadyError(f"this engine serves no rank, so there is nothing that it could do yet: {missing}")
         ranks = message.ranks or self._ranks
         answer = self._answer_attach(message.call, ranks)

@@ -107,10 +107,6 @@ class Rooms(ABC, Generic[RoomT]):
 
     # ------------------------------------------------------------------ admission
 
-    def missing(self) -> str:
-        """Say why no room can be admitted however many pages are free, or return an empty text."""
-        return self.workers.missing()
-
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         """Return the pages that a request takes. Raises all that `admit` does, but CapacityError for pages that are not free."""
         self._checked(request)

@@ -26,10 +26,10 @@ from kvbridge.node.admission import AdmissionController
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.prefix_bench import keys as prompt
 from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import RecordedEvents
 
@@ -45,7 +45,7 @@ class Rooms:
 
     def __init__(self, book: PageBook) -> None:
         self.pages = book
-        self.book = self
+        self.book = self.workers = self
         self.in_use: Counter[str] = Counter()
         self.clients: dict[int, str] = {}
         self.lacking = ""
@@ -300,10 +300,6 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     assert bench.admission.starved_s == 30.0
     bench.rooms.end(1)
     assert (bench.admission.problem(), bench.admission.starved_s) == ("", 0.0), "at once, without a tick"
-
-
-def prompt(name: str, pages: int) -> Keys:
-    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
 
 
 class SharingRooms(Rooms):

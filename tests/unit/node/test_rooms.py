@@ -22,10 +22,10 @@ from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.prefix_bench import keys as keys_of
 from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import DECODE_LIMITS, GEOMETRY, PREFILL_LIMITS, RecordedEvents
 
@@ -230,10 +230,6 @@ FLASH_PAGE = FLASH.tokens_per_page
 FULL, HOST, SWA, REQUEST = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA, IndexSpace.REQUEST
 POOL = {FULL: 12, HOST: 10, SWA: 12, REQUEST: 4}
 C4 = frozenset({next(part.kind for part in FLASH.components if part.host_capable)})
-
-
-def keys_of(name: str, pages: int) -> Keys:
-    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
 
 
 class PagesBench:

@@ -22,16 +22,13 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.client import Operation
 from kvbridge.tier.stores.objects import Answer, Outcome, Verb, linked
+from tests.helpers.prefix_bench import keys as keys_of
 from tests.helpers.prefix_recount import check_cache
 
 FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 PAGES, ENDS = 0, 1
 
 pytestmark = pytest.mark.asyncio
-
-
-def keys_of(name: str, pages: int) -> Keys:
-    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
 
 
 class Store:
