@@ -42,7 +42,7 @@ class _Order:
     code: str = ""
     reason: str = ""
     is_over: bool = False
-    """The copies are kept or given up; ranks that are `writing` hold their host pages in quarantine."""
+    """Whether the copies are kept or given up; while ranks are `writing`, the host pages are in quarantine."""
 
     def fail(self, code: str, reason: str) -> None:
         """Note the first cause."""

@@ -1,4 +1,4 @@
-"""The engine processes of a node: who is attached for which ranks, their calls, and the rooms that they admit themselves.
+"""The engine processes of a node: the ranks for which each is attached, their calls, and the rooms that they admit themselves.
 
 The end of an engine is noticed by its connection, not by silence: a synchronous engine may compute for minutes without a word. The
 engine's rooms fail when the connection ends. The pages come back when the engine has said that it is through with them (Detach), or

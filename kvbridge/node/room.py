@@ -129,7 +129,7 @@ class Room(Generic[StateT]):
     checkpoint: PageIdArray | None = None
     """Prefill: cached windows and states that the engine starts from and only reads; None: it has not been asked for."""
     host_tokens: int = 0
-    """The last so many tokens of the cache hit were in host memory alone."""
+    """How many of the last tokens of the cache hit were in host memory alone."""
     shared_pages: dict[IndexSpace, int] = field(default_factory=dict)
     """How many leading pages of the room are shared cache pages, by space."""
     load: Load | None = None

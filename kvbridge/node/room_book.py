@@ -25,9 +25,9 @@ from kvbridge.node.room import Quarantine, Room
 RoomT = TypeVar("RoomT", bound=Room[Any])
 
 LIMITS_KEPT = 64
-"""Limits that may wait for their time although they are void, beside four for each room under way."""
+"""Void limits that may stay in the heap, beside four limits for each room under way."""
 LOOKED_AT = 1_000
-"""Rooms that are looked at for one page of a listing, whatever it asks for: the loop has other work."""
+"""Rooms that one page of a listing looks at, whatever it asks for: the loop has other work."""
 
 
 class RoomBook(Generic[RoomT]):
@@ -42,7 +42,7 @@ class RoomBook(Generic[RoomT]):
         self.role, self._clock, self._keep_s, self._keep_rooms = role, clock, keep_s, keep_rooms
         self._attempts: dict[int, list[RoomT]] = {}
         self._numbered: dict[int, RoomT] = {}
-        """Every attempt by its number, so in the order of admission."""
+        """Every attempt by its number, which is the order of admission."""
         self._admitted = 0
         self._live: dict[RoomT, None] = {}
         """Rooms that are not done."""

@@ -72,7 +72,7 @@ class RoomPages:
     store: StoredPrefixes | None = None
     """None: the node has no store below host memory."""
     computes: ClassVar[bool] = False
-    """Prefill: an engine continues behind a prefix: it computes at least one token, and starts from the checkpoint there."""
+    """Whether an engine here continues after a prefix (prefill): it computes at least one token, from the checkpoint there."""
 
     def needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
         """Return the pages to give out for `tokens` tokens. Raises InvalidInputError when the pools are too small for them."""

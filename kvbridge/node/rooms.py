@@ -1,6 +1,6 @@
-"""The rooms of a node, as far as both roles treat them alike: admission, the state machine, deadlines, engines, refused messages.
+"""The parts of rooms that both roles share: admission, the state machine, deadlines, engines, refused messages.
 
-An engine names a room without its generation. It means the attempt that it uses, else the newest.
+An engine names a room without its generation: it means the attempt that it uses, else the newest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvbridge.telemetry.facts import PhasesEnded, PrefixesDropped, RoomEntered, 
 from kvbridge.tier.keys import NO_KEYS, Keys
 
 ABORTED = "aborted"
-"""Code of rooms that somebody stopped."""
+"""Code of rooms that a user or an engine has stopped."""
 WORKER_GONE = "worker_gone"
 
 RoomT = TypeVar("RoomT", bound=Room[Any])
@@ -59,7 +59,7 @@ class Rooms(ABC, Generic[RoomT]):
     waits_for_engine: ClassVar[frozenset[StrEnum]] = frozenset()
     """The states in which a room waits for an engine."""
     calls: Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
-    """The method for each call of an engine. None as its result is answered with Accepted."""
+    """The method for each call of an engine. A call without a result is answered with Accepted."""
 
     def __init__(self, pages: RoomPages, workers: WorkerSet, engines: Engines, clock: Clock) -> None:
         self.pages, self.workers, self.engines, self.clock = pages, workers, engines, clock
@@ -72,7 +72,7 @@ class Rooms(ABC, Generic[RoomT]):
     @staticmethod
     @abstractmethod
     def speaker_of(room: RoomT | None, peer: str, message: Any) -> StrEnum | None:  # noqa: ANN401 - each role's own
-        """Return the speaker as `hearing` knows speakers; None for somebody whom the room does not concern."""
+        """Return the speaker of a message as `hearing` names speakers; None for one whom the room does not concern."""
 
     @abstractmethod
     def needs(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
@@ -92,23 +92,23 @@ class Rooms(ABC, Generic[RoomT]):
 
     @abstractmethod
     def act(self, room: RoomT, action: StrEnum) -> None:
-        """Carry an action of the table out."""
+        """Carry out an action of the table."""
 
     @abstractmethod
     def at_rest(self, room: RoomT) -> None:
-        """Do what the room waits for, once no event follows any more."""
+        """Do the work that the room waits for, once no event follows any more."""
 
     @abstractmethod
     def late(self, room: RoomT, limit: str) -> None:
         """End the present wait of a room, whose limit has passed."""
 
     def not_admitted(self, room: int, generation: int, error: BridgeError) -> None:
-        """Tell whoever asked for a room before it was there that it will not be."""
+        """Refuse the offers that came for a room which is not admitted."""
 
     # ------------------------------------------------------------------ admission
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """Return the pages that a request takes. Raises all that `admit` does, but CapacityError for pages that are not free."""
+        """Return the pages that a request takes. Raises as `admit` does, without CapacityError for pages that are not free."""
         self._checked(request)
         return self.needs(request)
 
@@ -184,7 +184,7 @@ class Rooms(ABC, Generic[RoomT]):
     # ------------------------------------------------------------------ the state machine
 
     def stop(self, room: RoomT, reason: str, code: str = ABORTED) -> None:
-        """Stop a room that somebody does not want any more. Harmless on one that is over."""
+        """Stop a room that is not wanted any more. Harmless on one that is over."""
         self.advance(room, self.ABORT, code, reason)
 
     def fail(self, room: RoomT, code: str, reason: str) -> None:
@@ -254,10 +254,10 @@ class Rooms(ABC, Generic[RoomT]):
             RoomMessageRefused(room=message.room, generation=message.generation, peer=peer, code=code, rank=rank)
         )
 
-    # ------------------------------------------------------------------ what others are told
+    # ------------------------------------------------------------------ events and answers
 
     def show(self, room: RoomT) -> None:
-        """Wake everybody who waits for the room, and tell of a state that users see for the first time."""
+        """Wake the callers that wait for the room, and report a state that users see for the first time."""
         state = self.book.changed(room)
         if state is not None:
             self.events.emit(
@@ -276,7 +276,7 @@ class Rooms(ABC, Generic[RoomT]):
             )
 
     def phases_ended(self, room: RoomT, phases_s: Mapping[str, float]) -> None:
-        """Tell how long phases of a room took that are over."""
+        """Report the durations of phases of a room that are over."""
         self.events.emit(PhasesEnded(**room.identity, phases_s=phases_s, trace_id=exemplar(room.trace)))
 
     def event(self, room: RoomT) -> RoomEvent:

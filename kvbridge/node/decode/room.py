@@ -48,7 +48,7 @@ class WriterNode:
 FromPrefill = Digests | Done | PathLost | Failed | Drained
 """Messages of a prefill node about a room."""
 ASKED = frozenset({DecodeState.INTENDED, DecodeState.OFFERED})
-"""Prefill nodes have been asked for the room, and have not sent it."""
+"""States in which prefill nodes have been asked for the room and have not sent it."""
 BEFORE_COMMIT = ASKED | {DecodeState.AWAITING_PAGES, DecodeState.RESERVED, DecodeState.VERIFYING}
 ARRIVED = frozenset({DecodeState.COMMITTED, DecodeState.CLAIMED})
 _WAITS_FOR = {
@@ -80,7 +80,7 @@ class DecodeRoom(Room[DecodeState]):
     final_states = DECODE_TABLE.final
     addresses: tuple[PeerAddress, ...] = ()
     writers: dict[str, WriterNode] = field(default_factory=dict)
-    """By incarnation; empty before every node is known."""
+    """The writers by incarnation; empty before every node is known."""
     former_peer: str = ""
     """The first writer, once the writers are forgotten."""
     metadata: dict[str, bytes] = field(default_factory=dict)
@@ -96,17 +96,17 @@ class DecodeRoom(Room[DecodeState]):
     answered_by: set[Rank] = field(default_factory=set)
     """The ranks of engines with a statement: the answer's rows are in their memory."""
     shut: bool = False
-    """Every endpoint is shut by which the writers could still reach the pages."""
+    """Whether every endpoint is shut by which the writers could still reach the pages."""
     arrived: bool = False
-    """Every writer has sent the rows that it owes."""
+    """Whether every writer has sent the rows that it owes."""
     shutting: set[str] = field(default_factory=set)
     """Transports that writers have lost midway, while bytes may still arrive by them."""
     verification: Verification | None = None
-    """From the offer on, where digests are wanted."""
+    """The digests of the room, from the offer on, where digests are wanted."""
     offered_s: float = 0.0
     committed_s: float = 0.0
     claimed_s: float = 0.0
-    """The first claim; 0 before."""
+    """The time of the first claim; 0 before."""
     reserved_tokens: int = 0
     is_same_prompt: bool = True
     """Whether the engines of all writers that are done have stated the prompt that the room's keys name; else nothing is cached."""
@@ -167,7 +167,7 @@ class DecodeRoom(Room[DecodeState]):
         return {engine for engine, ranks in self.expected.items() if not ranks <= self.claimed_ranks}
 
     def lose(self, engine: str) -> bool:
-        """Stop to expect an engine; return whether the room fails without it."""
+        """Stop expecting an engine; return whether the room fails without it."""
         self.expected.pop(engine, None)
         return engine in self.users or (engine == self.admitted_by.name and self.state in BEFORE_COMMIT)
 

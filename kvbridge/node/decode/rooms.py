@@ -203,7 +203,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         )
 
     def _is_stated(self, room: DecodeRoom) -> bool:
-        """Return whether an answer is in the memory of all ranks, behind a prompt that all engines have stated to its end.
+        """Return whether an answer is in the memory of all ranks, after a prompt that all engines have stated to its end.
 
         The page in which the prompt ends has rows of writers and of engines here, and gets its key with the answer.
         """

@@ -1,4 +1,4 @@
-"""Digests of one room on a decode node: those of the writers, those of this node's ranks, and the difference."""
+"""The digests of one room on a decode node: as its writers state them, as this node's ranks find them, and the difference."""
 
 from __future__ import annotations
 

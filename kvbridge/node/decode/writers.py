@@ -116,7 +116,7 @@ class Writers:
                     self._nodes.send(node.peer, message)
 
     def nodes_changed(self) -> None:
-        """Look at every room that waits for a prefill node: one welcomed or rejected this node, or vanished."""
+        """Look at every room that waits for prefill nodes: one of them has welcomed or rejected this node, or has vanished."""
         self._say_withdrawn(list(self.withdrawn))
         for room in self._rooms.book:
             self.find(room)
