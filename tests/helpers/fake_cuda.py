@@ -35,24 +35,12 @@ class FakeCuda:
         self.shareable = True
         self.refuse_register = ""
         self.free_bytes = 1 << 30
-        for name in (
-            "allocate",
-            "free",
-            "fill",
-            "synchronize",
-            "open_memory",
-            "close_memory",
-            "device_facts",
-            "export_memory",
-        ):
-            monkeypatch.setattr(runtime, name, getattr(self, name))
-        for name in ("register_host", "unregister_host", "use"):
+        calls = "allocate free fill synchronize open_memory close_memory device_facts export_memory"
+        for name in f"{calls} register_host unregister_host use".split():
             monkeypatch.setattr(runtime, name, getattr(self, name))
         monkeypatch.setattr(runtime, "device_count", lambda: devices)
-        for module in (gpu_memory,):
-            monkeypatch.setattr(module, "device_by_uuid", self.device_by_uuid)
-            monkeypatch.setattr(module, "device_uuid", self.device_uuid)
-        monkeypatch.setattr(gpu_memory, "allocation_of", self.allocation_of)
+        for name in ("device_by_uuid", "device_uuid", "allocation_of"):
+            monkeypatch.setattr(gpu_memory, name, getattr(self, name))
         # What other tests have left of this process's own: a worker's device memory, for one, stays until the process ends.
         monkeypatch.setattr(gpu_memory, "_here", ProcessAllocations())
         monkeypatch.setattr(gpu_memory, "_ranges", HeldThings())

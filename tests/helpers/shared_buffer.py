@@ -81,7 +81,7 @@ class DeviceBuffer:
         self._give_back = self._free
 
     def facts(self) -> dict[str, Any]:
-        """What `opened` takes in another process."""
+        """Return the argument `opened` for another process."""
         whole = self._exported
         assert whole.origin is not None
         return {"origin": whole.origin.model_dump_json(), "offset_bytes": self.address - whole.address}

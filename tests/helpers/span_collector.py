@@ -30,7 +30,7 @@ class ReceivedSpan:
     kind: int
     attributes: dict[str, Any]
     error: str
-    """What its status says when that is an error; empty when it is none."""
+    """The text of a status that is an error; empty for others."""
 
     @property
     def room(self) -> int | None:

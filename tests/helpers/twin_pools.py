@@ -42,7 +42,7 @@ def pages(*ids: int) -> PageIdArray:
 
 
 class TwinPools:
-    """Of the ranks of one stage. Memory lives as long as this object."""
+    """Device pools of the ranks of one stage, and their host copies. Memory lives as long as this object."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class TwinPools:
         self.parts = [RankPart.of(geometry, Rank(pp=0, tp=tp), pp_size=1, tp_size=tp_size) for tp in range(tp_size)]
         self._random = np.random.default_rng(seed)
         self.placements: list[Placement] = []
-        """Of each rank, and of the twins at the end; so are the next two."""
+        """Those of each rank, and at the end of the host copies, as in the next two lists."""
         made = [
             self._make(device_placement(geometry, part, page_counts=PAGES, chunking=chunking, page_first=page_first))
             for part in self.parts

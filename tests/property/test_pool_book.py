@@ -193,7 +193,6 @@ class BookMachine(RuleBasedStateMachine):
     def conserved(self):
         check_book(self.book)
         for space, counts in self.book.counts().items():
-            assert sum(counts.values()) == TOTAL[space]
             cached = self.cache.pages[space] if space in OWNED else self.read_and_not_written()
             assert counts[PageState.CACHED] == len(cached)
             if space in OWNED:
@@ -203,13 +202,6 @@ class BookMachine(RuleBasedStateMachine):
                     len(pages.get(space, ())) for owner, pages in self.pages.items() if self.state[owner] is state
                 )
                 assert counts[state] == expected
-
-    @invariant()
-    def no_page_has_two_owners(self):
-        for space in TOTAL:
-            owned = [page for owner in self.book._holdings for page in self.book.pages(owner).get(space, ())]
-            owned += self.cache.pages.get(space, {})
-            assert len(set(owned)) == len(owned)
 
     @invariant()
     def agrees_with_the_model(self):
@@ -315,8 +307,9 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_what_is_free(self, data):
         page = data.draw(st.sampled_from(sorted(self.free)))
-        with pytest.raises(IntegrityError):
-            self.allocator.give([*self.out[:3], page])
+        for wrong in ([*self.out[:3], page], self.out[:1] * 2 or [page]):
+            with pytest.raises(IntegrityError):
+                self.allocator.give(wrong)
 
     @invariant()
     def agrees_with_the_set(self):

@@ -37,14 +37,6 @@ ROOM = {"room": 1, "generation": 2, "peer": "dddd"}
 AMOUNTS = {ComponentKind.C4_KV: Amount(lane_rows=1, bytes=584, operations=2)}
 
 
-def began(order: int, transport: str = "mooncake") -> OrderBegan:
-    return OrderBegan(**ROOM, rank=R0, order=order, transport=transport)
-
-
-def ended(order: int, transport: str = "mooncake", **fields: object) -> OrderEnded:
-    return OrderEnded(**ROOM, rank=R0, order=order, transport=transport, **fields)
-
-
 class Counted:
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -69,14 +61,14 @@ def counted() -> Counted:
 
 
 def test_overlapping_orders_count_the_time_once_and_every_byte(counted: Counted) -> None:
-    counted.events.emit(began(1))
-    counted.clock.advance(1)
-    counted.events.emit(began(2))
-    counted.clock.advance(1)
-    counted.events.emit(ended(1, amounts=AMOUNTS))
-    counted.clock.advance(1)
-    counted.events.emit(ended(2))
-    counted.clock.advance(10)
+    for kind, order, amounts in (
+        (OrderBegan, 1, {}),
+        (OrderBegan, 2, {}),
+        (OrderEnded, 1, {"amounts": AMOUNTS}),
+        (OrderEnded, 2, {}),
+    ):
+        counted.events.emit(kind(**ROOM, rank=R0, order=order, transport="mooncake", **amounts))
+        counted.clock.advance(1)
     assert counted.sample("kvbridge_transferred_bytes_total", direction="sent", transport="mooncake") == 584
     whose = {"peer": "decode-0/node-0", "direction": "sent", "transport": "mooncake"}
     assert counted.sample("kvbridge_peer_busy_seconds_total", **whose) == 3

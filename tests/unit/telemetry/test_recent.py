@@ -50,13 +50,6 @@ class Node:
         return [(room, timeline.entered.state) for (room, _), timeline in self.recent.shown(limit)]
 
 
-def test_a_room_keeps_the_peer_that_it_had():
-    node = Node()
-    node.enter(5, S.ADMITTED, S.OFFERED, peer="p")
-    node.enter(5, S.COMPLETED)
-    assert node.recent.of(5)[1].peer == "p"
-
-
 def test_open_rooms_are_shown_longest_in_their_state_first_and_ended_ones_latest_first():
     node = Node()
     for room in (1, 2, 3):
@@ -71,7 +64,9 @@ def test_open_rooms_are_shown_longest_in_their_state_first_and_ended_ones_latest
 
 def test_attempts_are_told_apart_and_the_newest_is_meant():
     node = Node()
-    node.enter(5, S.ADMITTED, S.FAILED, generation=1)
+    node.enter(5, S.ADMITTED, S.OFFERED, generation=1, peer="p")
+    node.enter(5, S.FAILED, generation=1)
+    assert node.recent.of(5)[1].peer == "p", "the peer that it had"
     node.enter(5, S.ADMITTED, generation=3)
     assert node.recent.of(5)[0] == 3
     assert node.recent.of(5, 1)[1].entered.state is S.FAILED

@@ -119,29 +119,21 @@ def test_what_prefill_sends_is_a_part_of_what_decode_waits_for():
     assert by_name["send"].attributes["kvbridge.bytes"] == by_name["order"].attributes["kvbridge.bytes"] == 10
 
 
-def test_two_prefill_nodes_send_apart():
-    decode = begin_with(1.0)(ROUTER).part("commit")
-    ids = set()
+def test_rooms_that_engines_have_admitted_send_as_parts_of_decode_s_trace_apart_from_each_other():
+    decode, ids = begin_with(1.0)(ROUTER).part("commit"), set()
     for _ in range(2):
         bench = Bench(Role.PREFILL)
+        bench.trace = None
         bench.enters(RoomState.ADMITTED)
         bench.happens(RoomOffered, trace=decode)
+        bench.happens(RoomBegun, engine="e")
+        bench.happens(RoomFinished, engine="e")
         bench.enters(RoomState.COMPLETED)
-        ids |= {span.context.span_id for span in bench.spans if span.name == "send"}
-    assert len(ids) == 2
-
-
-def test_a_room_that_an_engine_has_admitted_sends_as_a_part_of_decode_s_trace():
-    bench, decode = Bench(Role.PREFILL), begin_with(1.0)(ROUTER).part("commit")
-    bench.trace = None
-    bench.enters(RoomState.ADMITTED)
-    bench.happens(RoomOffered, trace=decode)
-    bench.happens(RoomBegun, engine="e")
-    bench.happens(RoomFinished, engine="e")
-    bench.enters(RoomState.COMPLETED)
-    send, publish = bench.spans
-    assert (send.name, publish.name) == ("send", "publish")
-    assert publish.context.parent_id == send.context.span_id
+        send, publish = bench.spans
+        assert (send.name, publish.name) == ("send", "publish")
+        assert publish.context.parent_id == send.context.span_id
+        ids.add(send.context.span_id)
+    assert len(ids) == 2, "two prefill nodes"
 
 
 def test_a_room_that_fails_says_why_where_it_was():

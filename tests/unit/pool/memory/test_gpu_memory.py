@@ -41,12 +41,6 @@ def mappings(tmp_path: Path):
         yield one, two
 
 
-def test_a_registered_mapping_cannot_be_closed(cuda, mappings):
-    with HostRegistration(mappings), pytest.raises(ConflictError, match="views of it are in use"):
-        mappings[0].close()
-    mappings[0].close()
-
-
 def test_a_failure_undoes_what_was_registered_before_and_says_what_limits_there_are(cuda, mappings, monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (65_536, 65_536))
 
@@ -58,11 +52,16 @@ def test_a_failure_undoes_what_was_registered_before_and_says_what_limits_there_
     with pytest.raises(KeyboardInterrupt):
         HostRegistration(mappings, on_progress=stop)
     assert cuda.registered == {}
+    with pytest.raises(UnsupportedError, match="cuda:9"):
+        HostRegistration(mappings, device=9)
     with pytest.raises(RegistrationError, match=r"two: out of luck\. Here: a memlock limit of 65536 bytes"):
         HostRegistration(mappings[1:])
     cuda.refuse_register = ""
     with HostRegistration(mappings):
         assert len(cuda.registered) == 2
+        with pytest.raises(ConflictError, match="views of it are in use"):
+            mappings[0].close()
+    mappings[0].close()
 
 
 def test_what_overlaps_registered_memory_is_refused_and_a_part_of_it_costs_nothing(cuda, tmp_path):
@@ -87,11 +86,6 @@ def test_no_piece_ends_inside_of_an_extent(cuda, tmp_path, monkeypatch):
         with HostRegistration([pool], extents=extents):
             found = {(address - pool.address) // PAGE: length // PAGE for address, length in cuda.registered.items()}
             assert found == {0: 2, 2: 4, 6: 5, 11: 1}, "at page borders alone, and the fewest pieces"
-
-
-def test_without_such_a_device_nothing_is_registered(cuda, mappings):
-    with pytest.raises(UnsupportedError, match="cuda:9"):
-        HostRegistration(mappings, device=9)
 
 
 UUIDS = ["01" * 16, "02" * 16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -71,26 +72,18 @@ def give(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".lock", ".journal", ".journal.new", "-squatter"])
-@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link"])
-def test_a_name_that_another_user_has_taken_is_told_with_its_owner(shm, another_user, name, kind):
-    """Shared memory is everybody's: whoever knows the names of instance and node can make such a file first."""
+@pytest.mark.parametrize(("kind", "foreign"), [("file", True), *product(["folder", "pipe", "link"], [True, False])])
+def test_a_name_that_is_taken_is_told_with_its_owner_or_its_kind(shm, another_user, name, kind, *, foreign):
+    """Shared memory is everybody's: any user who knows the names of instance and node can make such a file first."""
     path = shm / f"{PREFIX}{name}"
     take(path, kind)
-    another_user()
-    with pytest.raises(ForeignFilesError, match=rf"{path} belongs to user {os.getuid()}, .* have it removed"):
+    if foreign:
+        another_user()
+    why = rf"belongs to user {os.getuid()}, .* have it removed" if foreign else "is no regular file"
+    with pytest.raises(ForeignFilesError, match=f"{path} {why}"):
         KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.0)
     discard_files(shm, PREFIX)
     assert list(shm.iterdir()) == [path]
-    give(path)
-
-
-@pytest.mark.parametrize("name", [".lock", ".journal", "-strange"])
-@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
-def test_a_name_of_this_user_that_is_no_file_is_told(shm, name, kind):
-    path = shm / f"{PREFIX}{name}"
-    take(path, kind)
-    with pytest.raises(ForeignFilesError, match=f"{path} is no regular file"):
-        KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.0)
     give(path)
 
 

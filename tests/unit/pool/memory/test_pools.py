@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from kvbridge.config.pools import HostLayout
-from kvbridge.core.errors import (
-    InvalidInputError,
-    RegistrationError,
-)
+from kvbridge.core.errors import InvalidInputError, RegistrationError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.geometry.models import preset
@@ -193,20 +191,9 @@ def memory():
 
 
 def region(address: int, layer: int, **changes) -> Region:
-    facts = {
-        "component": KV,
-        "layer": layer,
-        "space": IndexSpace.FULL,
-        "memory": MemoryKind.DRAM,
-        "extent_addresses": (address,),
-        "pages_per_extent": PAGES,
-        "page_count": PAGES,
-        "page_bytes": PAGE,
-        "page_stride_bytes": PAGE,
-        "lane_start": 2,
-        "lane_stop": 4,
-    }
-    return Region(**facts | changes)
+    form = {"component": KV, "space": IndexSpace.FULL, "memory": MemoryKind.DRAM, "lane_start": 2, "lane_stop": 4}
+    pages = {"pages_per_extent": PAGES, "page_count": PAGES, "page_bytes": PAGE, "page_stride_bytes": PAGE}
+    return Region(**form | pages | {"layer": layer, "extent_addresses": (address,)} | changes)
 
 
 def apart(buffer, /, **changes) -> list[Region]:
@@ -220,11 +207,9 @@ def interleaved(memory) -> list[Region]:
 def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
     pool = MemoryPool.adopted(GQA, PART, interleaved(memory), extent_bytes=12 * PAGE)
     assert [extent.length_bytes // PAGE for extent in pool.extents()] == [12, 6]
-    for layer in range(3):
-        for page in range(PAGES):
-            assert (
-                page_address(region_of(pool, KV, layer), page) == ctypes.addressof(memory) + (3 * page + layer) * PAGE
-            )
+    for layer, page in product(range(3), range(PAGES)):
+        found = page_address(region_of(pool, KV, layer), page)
+        assert found == ctypes.addressof(memory) + (3 * page + layer) * PAGE
 
 
 def test_memory_in_a_shared_mapping_carries_its_file(shm):
