@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,13 +87,10 @@ class Backend:
         return self._create(self.settings)
 
     def impatient(self) -> Transport:
-        """The same with a quiet timeout so short that a frozen peer's operations outlast it (where there is one)."""
-        sections = {}
-        for section in ("mooncake", "nixl", "local"):
-            settings = getattr(self.settings, section)
-            if "quiet_timeout_s" in type(settings).model_fields:
-                sections[section] = settings.model_copy(update={"quiet_timeout_s": 0.1})
-        return self._create(self.settings.model_copy(update=sections))
+        """The same with a quiet timeout so short that a frozen peer's operations outlast it."""
+        names = ("mooncake", "nixl", "local")
+        short = {name: getattr(self.settings, name).model_copy(update={"quiet_timeout_s": 0.1}) for name in names}
+        return self._create(self.settings.model_copy(update=short))
 
     def _create(self, settings: TransportSettings) -> Transport:
         created = create_transport(self.name, settings)
@@ -140,16 +137,14 @@ DEVICE_BACKENDS = {
 
 def any_memory(test: TestT) -> TestT:
     """Mark a test that runs with every kind of memory; the others run with host memory only."""
-    return _with_memory(test, DEVICE_BACKENDS)
+    test.device_backends = tuple(DEVICE_BACKENDS)  # type: ignore[attr-defined]
+    return test
 
 
 def any_local_memory(test: TestT) -> TestT:
-    """Mark a test that runs with every kind of memory of the local transport: what only tells of our own code."""
-    return _with_memory(test, [label for label, backend in DEVICE_BACKENDS.items() if backend.name == "local"])
-
-
-def _with_memory(test: TestT, labels: Iterable[str]) -> TestT:
-    test.device_backends = tuple(labels)  # type: ignore[attr-defined]
+    """Mark a test that runs with every kind of memory of the local transport: it tests our own code only."""
+    local = (label for label, backend in DEVICE_BACKENDS.items() if backend.name == "local")
+    test.device_backends = tuple(local)  # type: ignore[attr-defined]
     return test
 
 
@@ -163,11 +158,6 @@ def require_library(backend: Backend) -> None:
         pytest.importorskip(chosen)
     else:
         importlib.import_module(chosen)
-
-
-def last_device() -> int:
-    """Where peers have their device memory: not on our device, if there is another one."""
-    return runtime.device_count() - 1
 
 
 class PeerProcess:
@@ -193,7 +183,7 @@ class PeerProcess:
             "length_bytes": length_bytes,
             "extents": extents,
             "memory": backend.destination.value,
-            "device": last_device() if self._on_device else 0,
+            "device": runtime.device_count() - 1 if self._on_device else 0,  # not our device, if there is another one
         }
         self._process = processes.Popen(  # tests fork it (`tests.helpers.zygote`)
             [sys.executable, "-m", "tests.helpers.transport_peer", json.dumps(arguments)],
@@ -257,7 +247,7 @@ class PeerProcess:
         return answer
 
     def stop(self) -> None:
-        """Freeze it; returns when the kernel has."""
+        """Freeze it; returns when it is frozen."""
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -299,7 +289,7 @@ def wait(transfer: Transfer, limit_s: float = 20.0) -> TransferStatus:
 
 
 def times_given_up() -> int:
-    """How often this thread has given up the processor by itself, as whoever waits does; not: because others needed it."""
+    """How often this thread has given up the processor by itself, which a thread that waits does."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 

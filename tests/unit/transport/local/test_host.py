@@ -54,14 +54,13 @@ def test_proof_is_readable_by_its_owner_only_and_removed(tmp_path: Path) -> None
         require_same_host(made.claim)
 
 
-def test_another_boot_is_another_host(proof: Proof) -> None:
-    with pytest.raises(TransportError, match="boot id elsewhere"):
-        require_same_host(proof.claim.model_copy(update={"boot_id": "elsewhere"}))
-
-
-def test_same_path_with_another_secret_is_another_host(proof: Proof) -> None:
-    with pytest.raises(TransportError, match="does not hold here"):
-        require_same_host(proof.claim.model_copy(update={"secret": "0" * 64}))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"boot_id": "elsewhere"}, "boot id elsewhere"), ({"secret": "0" * 64}, "does not hold here")],
+)
+def test_another_boot_or_secret_is_another_host(proof: Proof, changes: dict[str, str], words: str) -> None:
+    with pytest.raises(TransportError, match=words):
+        require_same_host(proof.claim.model_copy(update=changes))
 
 
 @pytest.mark.parametrize("change", ["device", "inode", "owner"])
