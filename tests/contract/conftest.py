@@ -16,6 +16,7 @@ from tests.helpers.shared_buffer import connect
 
 MIB = 1 << 20
 BUFFER_BYTES = 24 * MIB
+OLD = 0x11
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -90,3 +91,17 @@ def transport(backend: Backend) -> Iterator[Transport]:
     created = backend.create()
     yield created
     created.close()
+
+
+@pytest.fixture
+def owned(backend: Backend, shm: Path, transport: Transport) -> Iterator[Pair]:
+    """A pair of the test's own, for tests that break it."""
+    with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
+        yield new_pair(backend, transport, shm, process)
+
+
+def new_pair(backend: Backend, transport: Transport, shm: Path, process: PeerProcess) -> Pair:
+    source = backend.source_buffer(shm / "source", BUFFER_BYTES)
+    transport.register([source.memory()])
+    source.fill(OLD)
+    return Pair(transport, source, process, connect(transport, process.endpoint))

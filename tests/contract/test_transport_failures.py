@@ -9,38 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.base import Endpoint, TransferState, TransferStatus, Transport
-from tests.contract.conftest import BUFFER_BYTES, MIB
+from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
+from tests.contract.conftest import BUFFER_BYTES, MIB, OLD, new_pair
 from tests.contract.harness import Backend, Pair, PeerProcess, any_local_memory, any_memory, wait
 from tests.helpers.shared_buffer import connect
 
 LEFT_OUT = ("faulty",)
 """It fails as what it wraps."""
 DONE = TransferStatus(TransferState.DONE)
-OLD, NEW = 0x11, 0x22
+NEW = 0x22
 OBSERVE_S = 0.4
 """How long stray bytes are watched for; a resumed peer receives what is on its way within some milliseconds."""
-
-
-@pytest.fixture
-def owned(backend: Backend, shm: Path, transport: Transport) -> Iterator[Pair]:
-    """A pair of the test's own, for tests that break it."""
-    with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
-        yield new_pair(backend, transport, shm, process)
-
-
-def new_pair(backend: Backend, transport: Transport, shm: Path, process: PeerProcess) -> Pair:
-    source = backend.source_buffer(shm / "source", BUFFER_BYTES)
-    transport.register([source.memory()])
-    source.fill(OLD)
-    return Pair(transport, source, process, connect(transport, process.endpoint))
 
 
 def assert_failed(backend: Backend, status: TransferStatus) -> None:

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +19,11 @@ from kvbridge.transport import create_transport
 from kvbridge.transport.base import Endpoint, Peer, TransferState
 from kvbridge.transport.mooncake.transport import MooncakeEndpoint
 from kvbridge.transport.threads import Call
+from tests.contract.conftest import BUFFER_BYTES, new_pair
 from tests.contract.harness import BACKENDS, MOONCAKE, Backend, Pair, PeerProcess, wait
-from tests.helpers.shared_buffer import connect
 
 LEFT_OUT = ("faulty",)
 """It connects as what it wraps."""
-POOL_BYTES = 1 << 20
 LIMIT_S = 20.0
 METADATA_MESSAGE = 1
 """Mooncake's number for an answer with a description."""
@@ -59,24 +58,11 @@ def connect_and_write(connection: Call[Peer], pair: Pair) -> Outcome:
     return Outcome(peer, error, time.monotonic() - begun_s, longest_s, count)
 
 
-@pytest.fixture
-def written(backend: Backend, transport, shm: Path) -> Iterator[Pair]:
-    """A peer that is there, connected."""
-    yield from _pair(backend, transport, shm)
-
-
-def _pair(backend: Backend, transport, shm: Path) -> Iterator[Pair]:
-    with PeerProcess(backend, shm / "peer", POOL_BYTES) as process:
-        source = backend.source_buffer(shm / "source", POOL_BYTES)
-        transport.register([source.memory()])
-        yield Pair(transport, source, process, connect(transport, process.endpoint))
-
-
-def test_a_silent_peer_holds_no_other_up(backend: Backend, written: Pair, shm: Path) -> None:
-    with PeerProcess(backend, shm / "silent", POOL_BYTES) as silent:
+def test_a_silent_peer_holds_no_other_up(backend: Backend, owned: Pair, shm: Path) -> None:
+    with PeerProcess(backend, shm / "silent", BUFFER_BYTES) as silent:
         endpoint = silent.endpoint
         silent.stop()  # its kernel accepts connections, and nobody answers
-        found = connect_and_write(written.transport.connect(endpoint), written)
+        found = connect_and_write(owned.transport.connect(endpoint), owned)
         print(f"{backend.label}: {found}")
         if backend.outlives_peer:  # it need not ask the peer
             assert found.peer is not None
@@ -91,28 +77,28 @@ def threads_and_descriptors() -> tuple[int, int]:
     return threading.active_count(), sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
-def test_attempts_to_reach_a_silent_peer_leave_nothing_behind(backend: Backend, written: Pair, shm: Path) -> None:
+def test_attempts_to_reach_a_silent_peer_leave_nothing_behind(backend: Backend, owned: Pair, shm: Path) -> None:
     """Neither threads nor descriptors, however often it is tried, given up or waited for."""
-    with PeerProcess(backend, shm / "silent", POOL_BYTES) as silent:
+    with PeerProcess(backend, shm / "silent", BUFFER_BYTES) as silent:
         endpoint = silent.endpoint
         silent.stop()
         for number in range(4):
-            connection = written.transport.connect(endpoint)
+            connection = owned.transport.connect(endpoint)
             if number % 2:
-                found = connect_and_write(connection, written)
+                found = connect_and_write(connection, owned)
                 if found.peer is not None:
-                    written.transport.disconnect(found.peer)
+                    owned.transport.disconnect(found.peer)
                 del found
             elif (peer := connection.poll()) is None:
                 connection.cancel()
             else:  # it was there at once
-                written.transport.disconnect(peer)
+                owned.transport.disconnect(peer)
             if number == 1:
                 before = threads_and_descriptors()
         ends_at_s = time.monotonic() + LIMIT_S
         while (left := threads_and_descriptors()) > before:
             assert time.monotonic() < ends_at_s, (before, left)
-    assert written.move(written.blocks(4_096, 8)).state is TransferState.DONE
+    assert owned.move(owned.blocks(4_096, 8)).state is TransferState.DONE
 
 
 # ------------------------------------------------------------------------------------------- mooncake
@@ -174,7 +160,8 @@ def meet_before(shm: Path, *, instead: bytes = b"") -> Outcome:
     settings = TransportSettings(mooncake=MOONCAKE.model_copy(update={"metadata_timeout_s": 0.5}))
     transport = create_transport("mooncake", settings)
     try:
-        for pair in _pair(BACKENDS["mooncake"], transport, shm):
+        with PeerProcess(BACKENDS["mooncake"], shm / "peer", BUFFER_BYTES) as process:
+            pair = new_pair(BACKENDS["mooncake"], transport, shm, process)
             content = MooncakeEndpoint.model_validate_json(pair.process.endpoint.data)
             before = AnsweringOnce(content.session, instead=instead)
             false = content.model_copy(update={"session": before.session}).model_dump_json().encode()
