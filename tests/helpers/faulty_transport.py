@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Fate(Enum):
-    """What happens to a transfer once the inner transport has delivered what it was given."""
+    """The end of a transfer once the inner transport has delivered its operations."""
 
     DONE = "done"
     FAIL = "fail"

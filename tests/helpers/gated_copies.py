@@ -36,7 +36,7 @@ class Gate:
 
     @property
     def address(self) -> int:
-        """Of the number of slices that may pass: uint32, at the beginning of a page of memory."""
+        """The address of the number of slices that may pass: uint32, at the beginning of a page of memory."""
         return ctypes.addressof(self._numbers)
 
     @property

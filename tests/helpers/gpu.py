@@ -1,7 +1,4 @@
-"""What tests marked `gpu` have in common: why they are skipped here, how large they are.
-
-Importable without a GPU and without CUDA's libraries.
-"""
+"""For tests marked `gpu`: why they are skipped here, and their sizes. Importable without a GPU and without CUDA's libraries."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import pytest
 
+from kvbridge.core.process import Closing
 from kvbridge.kernels.cuda import runtime
 
 SMALL_VARIABLE = "KVBRIDGE_GPU_SMALL"
@@ -58,7 +54,7 @@ def wait_value(device: int, address: int, value: int, stream: int) -> None:
 HOST, DEVICE = "host", "device"
 
 
-class Bytes:
+class Bytes(Closing):
     """A stretch of memory of one kind: "device", or "host" (registered with CUDA). `read` and `write` wait for the device."""
 
     def __init__(self, kind: str, content: np.ndarray, device: int = 0) -> None:
@@ -93,14 +89,6 @@ class Bytes:
         with runtime.Stream.create(self.device) as stream:
             runtime.copy(destination, source, length, device=self.device, stream=stream.handle)
             stream.synchronize()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def write(views: PoolViews, room: int) -> None:
 
 
 def wrong_rows(views: PoolViews, room: int) -> list[str]:
-    """What is wrong with a request's rows."""
+    """Return the mismatches of a request's rows."""
     return [str(one) for one in synthetic.compare(views, room=room, tables=tables(room), tokens=TOKENS).mismatches]
 
 

@@ -82,7 +82,7 @@ class Event:
 
 
 class Runtime:
-    """What kvbridge calls of `cuda.bindings.runtime`."""
+    """The functions of `cuda.bindings.runtime` that kvbridge calls."""
 
     cudaHostRegisterPortable = cudaHostRegisterMapped = cudaIpcMemLazyEnablePeerAccess = 1  # noqa: N815
     cudaStreamNonBlocking = cudaEventDisableTiming = cudaEventInterprocess = 1  # noqa: N815
@@ -202,7 +202,7 @@ class Runtime:
 
 
 class Driver:
-    """What kvbridge calls of `cuda.bindings.driver`."""
+    """The functions of `cuda.bindings.driver` that kvbridge calls."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

@@ -1,4 +1,4 @@
-"""What mooncake is refused for, without a peer; each environment in a process of its own, since it is read once."""
+"""Refusals of mooncake, without a peer; each environment in a process of its own, since it is read once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE_FOUND = '{"cpu:0": [[], []]}'
 
 
 def python(code: str) -> str:
-    """What the code printed."""
+    """Run code, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={

@@ -8,8 +8,8 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,23 +61,13 @@ class DeviceArray:
         )
 
 
-@dataclass
-class World:
-    """The calls that the fakes have seen."""
-
-    opened: int = 0
-    closed: int = 0
-    registered: list[int] = None  # type: ignore[assignment]
-    refusal: str = ""
-    streams: dict[Route, FakeStream] = None  # type: ignore[assignment]
-    gpu: bool = True
-    on_close: Callable[[], None] = lambda: None
-    """Called when device memory is being closed."""
+World = SimpleNamespace
+"""The calls that the fakes have seen."""
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    seen = World(registered=[], streams={})
+    seen = World(opened=0, closed=0, registered=[], refusal="", streams={}, gpu=True)
 
     class Opened:
         def __init__(self, origin: CudaOrigin, *, device: int | None) -> None:
@@ -87,7 +77,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
             seen.opened += 1
 
         def close(self) -> None:
-            seen.on_close()
             seen.closed += 1
 
     lengths: dict[int, int] = {}
