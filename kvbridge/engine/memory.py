@@ -63,7 +63,7 @@ class EngineMemory:
         shared = (*answer.twins, *answer.host, *(region for rank in answer.ranks for region in devices[rank]))
         self.views: dict[Rank, PoolViews] = {}
         with ExitStack() as stack:
-            mapped = stack.enter_context(MappedRegions(shared, daemon_user))
+            self.mapped = mapped = stack.enter_context(MappedRegions(shared, daemon_user))
             stack.callback(self.views.clear)
             left = iter(mapped.regions)
             self.twins = tuple(islice(left, len(answer.twins)))
