@@ -105,8 +105,8 @@ class OwnGpu:
         return lambda: self.passed(also)
 
     def catch_up(self) -> None:
-        for entry in self._ring._entries:
-            runtime.library().cudaEventRecord(entry.event.handle, 0)
+        for event, _ in self._ring._entries:
+            runtime.library().cudaEventRecord(event.handle, 0)
 
     def close(self) -> None:
         self._ring.close()
