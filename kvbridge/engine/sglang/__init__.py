@@ -1,0 +1,13 @@
+"""SGLang's transfer backend `kvbridge`, on `engine.kit`. Only `backend`, `pools` and `plugin` import SGLang."""
+
+from __future__ import annotations
+
+from kvbridge.engine.kit import Product
+
+BACKEND = "kvbridge"
+"""The value of `--disaggregation-transfer-backend`."""
+SETTINGS_FILE = "KVBRIDGE_SGLANG_CONFIG"
+"""Environment variable with the path of a YAML file: keys of a daemon's configuration for the node beside SGLang."""
+SGLANG = Product(
+    "SGLang", "sglang", f"the file that {SETTINGS_FILE} names", "--port", "--page-size", "SGLANG_USE_HND_KVCACHE=0"
+)

@@ -1,0 +1,327 @@
+"""SGLang's transfer classes over kvbridge: manager, sender, receiver and directory. SGLang's schedulers call them.
+
+A scheduler process has one manager for its rank. The first rank of an attention group runs the node and gives it its orders; every rank
+serves its own pools, and hears the node's events. Only the manager's start raises: for the person who starts SGLang. Whatever goes wrong
+later ends one request.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import sglang
+import structlog
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVArgs,
+    KVTransferDestination,
+    KVTransferMetric,
+    StateType,
+)
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
+
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.adopted import AdoptedWorker
+from kvbridge.engine.kit.attachment import NodeAttachment
+from kvbridge.engine.kit.node import START_S, Node, open_node
+from kvbridge.engine.kit.node_files import NodePlan
+from kvbridge.engine.kit.transfers import prompt_digest
+from kvbridge.engine.sglang.directory import Announcement, GroupNode, NodeDirectory, PrefillServers
+from kvbridge.engine.sglang.instance import Instance, read_instance
+from kvbridge.engine.sglang.metadata import MetadataRows
+from kvbridge.engine.sglang.plugin import BUILDING
+from kvbridge.engine.sglang.pools import instance_geometry, rank_regions, read_pools
+from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Rooms, SentRoom, last_pages, room_of
+from kvbridge.telemetry.logs import leave_standard_output
+
+log = structlog.get_logger(__name__)
+
+SPACES = {StateType.SWA: IndexSpace.SWA}
+"""The index space of each kind of state pages."""
+
+
+class TransferError(Exception):
+    """The end of a transfer, in words that SGLang gives to the client."""
+
+
+class KvbridgeManager(BaseKVManager):
+    """One rank's part of the node beside SGLang."""
+
+    def __init__(
+        self,
+        args: KVArgs,
+        disaggregation_mode: DisaggregationMode,
+        server_args: ServerArgs,
+        is_mla_backend: bool | None = False,
+    ) -> None:
+        """Start the node on the first rank, and serve this rank's pools to the node.
+
+        Raises a BridgeError, in words for the person who starts SGLang.
+        """
+        leave_standard_output()
+        queue = BUILDING.get()
+        role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
+        self.kv_args = args
+        self.arriving: Any = None
+        """The request that the next sender or receiver is for."""
+        self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_item_lens)
+        self.page_tokens = args.page_size
+        self.enable_all_cp_ranks_for_transfer = False
+        self.instance = instance = read_instance(role, server_args, get_parallel(), version=sglang.__version__)
+        pools = read_pools(args, queue.token_to_kv_pool, window=getattr(queue.scheduler, "sliding_window_size", 0) or 0)
+        ranks = _told_by_all(instance, pools)
+        cache = instance_geometry(
+            ranks,
+            name=str(instance.facts["model"]),
+            tp_size=instance.tp_size,
+            facts={**instance.facts, "kv_cache_dtype": args.kv_cache_dtype_str, "kv_layout": args.kv_layout or "none"},
+        )
+        place = instance.place
+        with ExitStack() as stack:
+            if instance.leads:
+                devices = {rank: told.device for rank, told in ranks.items()}
+                node = open_node(NodePlan(place, cache, instance.tp_size, devices))
+                stack.callback(node.close)
+                if role is Role.PREFILL:
+                    announcement = Announcement(instance.bootstrap_url, partial(_group_node, instance, node))
+                    stack.callback(announcement.close)
+            regions = rank_regions(cache.geometry, pools, instance.rank)
+            self._worker = AdoptedWorker(place.runtime_dir, instance.rank, regions)
+            stack.callback(self._worker.close)
+            attachment = NodeAttachment(role, place.runtime_dir)
+            stack.callback(attachment.close)
+            attachment.begin()
+            attachment.wait(START_S)
+            self.rooms = Rooms(attachment, leads=instance.leads)
+            self.rooms.look()
+            self.prefill_info_table = PrefillServers() if role is Role.DECODE else {}
+            self._closing = stack.pop_all()
+        atexit.register(self.teardown)
+
+    def register_to_bootstrap(self) -> None:
+        """The announcement does that, again and again."""
+
+    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
+        return False
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whether the nodes of a prefill server are known; a thread asks for them."""
+        return isinstance(self.prefill_info_table, PrefillServers) and self.prefill_info_table.name(bootstrap_addr)
+
+    def prompt(self, bootstrap_room: int) -> Prompt:
+        """Return the prompt of the request that a sender or a receiver is being made for."""
+        request = self.arriving
+        tokens = np.asarray(request.origin_input_ids, dtype=np.int64)
+        digest = prompt_digest(
+            tokens, adapter=str(request.lora_id or ""), salt=f"{bootstrap_room}|{request.extra_key or ''}"
+        )
+        return Prompt(len(tokens), digest)
+
+    def teardown(self) -> None:
+        """Nothing of this process moves a byte afterwards, and no child of it is left."""
+        self._closing.close()
+
+
+def _told_by_all(instance: Instance, pools: Any) -> dict[Rank, Any]:
+    """Exchange the pools of all ranks of this data-parallel group: a collective call when there are several."""
+    if instance.tp_size * instance.pp_size == 1:
+        return {instance.rank: pools}
+    told = get_parallel().world_group.all_gather_object((instance.dp_rank, instance.rank, pools))
+    return {rank: theirs for dp_rank, rank, theirs in told if dp_rank == instance.dp_rank}
+
+
+def _group_node(instance: Instance, node: Node) -> GroupNode | None:
+    try:
+        control = node.endpoint().control
+    except BridgeError:  # it is being started again
+        return None
+    if control is None:
+        return None
+    return GroupNode(
+        dp_rank=instance.dp_rank, dp_size=instance.dp_size, follows_room=instance.follows_room, address=control
+    )
+
+
+class KvbridgeSender(BaseKVSender):
+    """The room of one request on prefill."""
+
+    def __init__(
+        self,
+        mgr: KvbridgeManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self._room = SentRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
+        self._aux_index = 0
+        if bootstrap_room:
+            self._room.hold()
+        else:
+            self._room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._aux_index = aux_index or 0
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        state_indices: list[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        room, page_tokens = self._room, self.kv_mgr.page_tokens
+        tokens = len(kv_indices) * page_tokens if num_kv_tokens is None else num_kv_tokens
+        tables = {IndexSpace.FULL: room.next_table(IndexSpace.FULL, kv_indices)}
+        is_last = room.published + tokens >= room.prompt.tokens
+        if is_last:
+            tables |= _state_tables(self.kv_mgr, state_indices, room.prompt.tokens)
+        room.publish(tokens, tables, self.kv_mgr.metadata.read(self._aux_index) if is_last else None)
+
+    def poll(self) -> int:
+        self.kv_mgr.rooms.look()
+        return int(self._room.state)
+
+    poll_pp_consensus = poll
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return _metric(self._room.event)
+
+    def failure_exception(self) -> None:
+        raise TransferError(self._room.reason or "it has not failed")
+
+    def clear(self) -> None:
+        self.kv_mgr.rooms.forget(self._room)
+
+    def abort(self) -> None:
+        self.kv_mgr.rooms.give_up(self._room, "prefill's request was aborted")
+        self._room.fail("the request was aborted")
+        self.clear()
+
+
+class KvbridgeReceiver(BaseKVReceiver):
+    """The room of one request on decode."""
+
+    require_staging = False
+    abort_notified = False
+    bootstrap_infos: Sequence[Any] = ()
+
+    def __init__(self, mgr: KvbridgeManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        self._addr = bootstrap_addr
+        self._room = FetchedRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
+        self._aux_index: int | None = None
+        if not bootstrap_room:
+            self._room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
+        mgr.try_ensure_parallel_info(bootstrap_addr)
+
+    @property
+    def conclude_state(self) -> int | None:
+        """SGLang reads it after `init`."""
+        return int(self._room.state) if self._room.is_over else None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        server = self.kv_mgr.prefill_info_table.get(self._addr)
+        if self._room.is_over:
+            return
+        if server is None or prefill_dp_rank not in server.nodes:
+            known = "is not known" if server is None else f"has groups {sorted(server.nodes)}"
+            self._room.fail(
+                f"the prefill server at {self._addr} {known}, and the request is for group {prefill_dp_rank}"
+            )
+            return
+        self._room.fetch([server.nodes[prefill_dp_rank]])
+
+    def send_metadata(
+        self,
+        kv_indices: npt.NDArray[np.int32],
+        aux_index: int | None = None,
+        state_indices: list[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+    ) -> None:
+        room, prefix_tokens = self._room, decode_prefix_len or 0
+        self._aux_index = aux_index
+        first = prefix_tokens // self.kv_mgr.page_tokens
+        tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.ascontiguousarray(kv_indices, dtype=np.int32), first)}
+        tables |= _state_tables(self.kv_mgr, state_indices, room.prompt.tokens)
+        room.accept = self._accept
+        room.provide(tables, prefix_tokens)
+
+    def _accept(self, event: RoomEvent) -> None:
+        rank = self.kv_mgr.instance.rank
+        data = event.metadata.get(str(rank)) or next(iter(event.metadata.values()))
+        if self._aux_index is not None:
+            self.kv_mgr.metadata.write(self._aux_index, data)
+
+    def poll(self) -> int:
+        self.kv_mgr.rooms.look()
+        return int(self._room.state)
+
+    poll_pp_consensus = poll
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return _metric(self._room.event)
+
+    def failure_exception(self) -> None:
+        raise TransferError(self._room.reason or "it has not failed")
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Nothing is written any more once `poll` says Failed."""
+
+    def clear(self) -> None:
+        self.kv_mgr.rooms.forget(self._room)
+
+    def abort(self) -> None:
+        """Give the room up. `poll` says Failed when nobody writes to its pages any more: at its last event."""
+        room = self._room
+        self.kv_mgr.rooms.give_up(room, "decode's request was aborted")
+        if not room.given_up:  # the node has not been told of it
+            room.fail("the request was aborted")
+
+
+class KvbridgeDirectory(BaseKVBootstrapServer):
+    """The directory of a prefill server, in its launcher."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._directory = NodeDirectory(host, port)
+
+
+def _state_tables(manager: KvbridgeManager, indices: list[Any] | None, tokens: int) -> dict[IndexSpace, PageTable]:
+    """Return the pages of windows and states, which SGLang names in the order of its state types."""
+    return {
+        SPACES[kind]: last_pages(SPACES[kind], np.asarray(ids, dtype=np.int32), tokens, manager.page_tokens)
+        for kind, ids in zip(manager.kv_args.state_types, indices or (), strict=False)
+        if kind in SPACES and ids is not None
+    }
+
+
+def _metric(event: RoomEvent | None) -> KVTransferMetric:
+    if event is None:
+        return KVTransferMetric()
+    total_bytes = sum(amount.bytes for amount in event.amounts.values())
+    return KVTransferMetric(transfer_latency_s=event.phases_s.get("transfer"), transfer_total_bytes=total_bytes)
+
+
+CLASSES = {
+    "manager": KvbridgeManager,
+    "sender": KvbridgeSender,
+    "receiver": KvbridgeReceiver,
+    "bootstrap_server": KvbridgeDirectory,
+}
+"""By the values of SGLang's `KVClassType`."""

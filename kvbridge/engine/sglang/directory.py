@@ -1,0 +1,165 @@
+"""Which nodes a prefill server has: a small HTTP directory in the server's launcher, and its readers in decode's schedulers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import structlog
+from pydantic import ValidationError
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+
+log = structlog.get_logger(__name__)
+
+PATH = "/kvbridge/nodes"
+ASK_S = 5.0
+LOOK_S = 1.0
+"""Between two looks at a directory, or at the address of the own node."""
+FORGET_S = 600.0
+"""A prefill server that no request has named for so long is not asked any more."""
+BODY_BYTES = 1 << 16
+
+
+class GroupNode(FrozenModel):
+    """The node of one data-parallel group."""
+
+    dp_rank: NonNegative
+    dp_size: Positive
+    follows_room: bool
+    address: PeerAddress
+
+
+class PrefillServer(FrozenModel):
+    """Answer of the directory: all groups of a prefill server."""
+
+    dp_size: Positive
+    follow_bootstrap_room: bool
+    """SGLang reads this name."""
+    nodes: dict[int, PeerAddress]
+    """By data-parallel rank."""
+
+
+class NodeDirectory:
+    """The directory of one prefill server, in its launcher. SGLang makes it and never closes it."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Listen. Raises OSError when the port is taken."""
+        nodes: dict[int, GroupNode] = {}
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self) -> None:  # noqa: N802 - the name that http.server asks for
+                size = int(self.headers.get("Content-Length") or 0)
+                try:
+                    node = GroupNode.model_validate_json(self.rfile.read(min(size, BODY_BYTES)))
+                except ValidationError as error:
+                    self._answer(400, {"error": str(error)})
+                    return
+                nodes[node.dp_rank] = node
+                self._answer(200, {})
+
+            def do_GET(self) -> None:  # noqa: N802
+                first = next(iter(nodes.values()), None)
+                if self.path != PATH or first is None or len(nodes) < first.dp_size:
+                    self._answer(404, {"error": f"{len(nodes)} nodes of this prefill server have registered"})
+                    return
+                addresses = {rank: node.address for rank, node in sorted(nodes.items())}
+                told = PrefillServer(dp_size=first.dp_size, follow_bootstrap_room=first.follows_room, nodes=addresses)
+                self._answer(200, told.model_dump(mode="json"))
+
+            def _answer(self, status: int, body: object) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as its base names it
+                """Decode asks each second."""
+
+        self._server = ThreadingHTTPServer((host, port), Handler)
+        threading.Thread(target=self._server.serve_forever, name="kvbridge-directory", daemon=True).start()
+
+
+class Announcement:
+    """Tells the directory the address of a node, again whenever the address changes or the directory has forgotten it."""
+
+    def __init__(self, url: str, node: Callable[[], GroupNode | None]) -> None:
+        self._url, self._node = url, node
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvbridge-announce", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        why_not = ""
+        while not self._stop.is_set():
+            node = self._node()
+            if node is not None:
+                request = urllib.request.Request(  # noqa: S310 - the URL is made of SGLang's own host and port
+                    f"{self._url}{PATH}", data=node.model_dump_json().encode(), method="PUT"
+                )
+                try:
+                    urllib.request.urlopen(request, timeout=ASK_S).close()  # noqa: S310
+                    why_not = ""
+                except OSError as error:
+                    if str(error) != why_not:
+                        why_not = str(error)
+                        log.warning("not_announced", directory=self._url, reason=why_not)
+            self._stop.wait(LOOK_S)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(ASK_S + LOOK_S)
+
+
+class PrefillServers(dict[str, PrefillServer]):
+    """The prefill servers that requests name, by `host:port` of their directories. A thread asks; readers never wait.
+
+    SGLang's scheduler reads this as `prefill_info_table`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._named: dict[str, float] = {}
+        self._changed = threading.Event()
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="kvbridge-directories", daemon=True)
+        self._thread.start()
+
+    def name(self, address: str) -> bool:
+        """A request names a server: have the thread ask for it. Returns whether its nodes are known."""
+        if address not in self._named:
+            self._changed.set()
+        self._named[address] = time.monotonic()
+        return address in self
+
+    def _run(self) -> None:
+        while not self._stop:
+            self._changed.clear()
+            for address, named_s in list(self._named.items()):
+                if time.monotonic() - named_s > FORGET_S:
+                    del self._named[address]
+                    self.pop(address, None)
+                    continue
+                self._ask(address)
+            self._changed.wait(LOOK_S)
+
+    def _ask(self, address: str) -> None:
+        try:
+            with urllib.request.urlopen(f"http://{address}{PATH}", timeout=ASK_S) as answer:  # noqa: S310
+                self[address] = PrefillServer.model_validate_json(answer.read())
+        except (OSError, ValueError) as error:
+            if address in self:
+                log.info("directory_not_reached", directory=address, reason=str(error))
+
+    def close(self) -> None:
+        self._stop = True
+        self._changed.set()
+        self._thread.join(ASK_S + LOOK_S)

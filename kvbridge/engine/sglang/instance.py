@@ -1,0 +1,111 @@
+"""An SGLang server as plain values: its place in parallelism, the identity of its node, and its user's settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.ids import Rank, Role
+from kvbridge.engine.kit.node_files import NodePlace, refuse
+from kvbridge.engine.sglang import SETTINGS_FILE, SGLANG
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One attention data-parallel group of an SGLang server, as one of its scheduler processes sees it."""
+
+    role: Role
+    rank: Rank
+    tp_size: int
+    """Attention tensor-parallel ranks."""
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+    engine_id: str
+    bootstrap_url: str
+    """The directory in the launcher of a prefill server."""
+    follows_room: bool
+    """Whether a request's room says which data-parallel group computes its prompt."""
+    facts: Mapping[str, str]
+    settings: Mapping[str, Any]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process runs the node, and gives the node its orders."""
+        return self.rank == Rank(pp=0, tp=0)
+
+    @property
+    def place(self) -> NodePlace:
+        return NodePlace(SGLANG, self.role, self.engine_id, self.settings)
+
+
+def read_settings() -> dict[str, Any]:
+    """Read the user's settings. Raises ConfigError when the file cannot be read."""
+    name = os.environ.get(SETTINGS_FILE)
+    if not name:
+        return {}
+    try:
+        found = yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{SETTINGS_FILE} names {name}, which cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{SETTINGS_FILE} names {name}, which has no keys of a configuration at its top")
+    return found
+
+
+def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) -> Instance:
+    """Read SGLang's ServerArgs and its parallel context.
+
+    Raises UnsupportedError for a split that kvbridge does not serve, ConfigError for the user's settings.
+    """
+    _require_supported(arguments, parallel)
+    dp_size = parallel.dp_size
+    dp_rank = (parallel.attn_dp_rank if parallel.enable_dp_attention else parallel.dp_rank) or 0
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(arguments.host, arguments.host)  # noqa: S104 - a wildcard, not a listener
+    return Instance(
+        role=role,
+        rank=Rank(pp=parallel.pp_rank, tp=parallel.attn_tp_rank),
+        tp_size=parallel.attn_tp_size,
+        pp_size=parallel.pp_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        engine_id=f"{host}-{arguments.port}-dp{dp_rank}",
+        bootstrap_url=f"http://{_bracketed(host)}:{arguments.disaggregation_bootstrap_port}",
+        follows_room=arguments.load_balance_method == "follow_bootstrap_room",
+        facts={
+            "engine": "sglang",
+            "engine_version": version,
+            "model": str(arguments.model_path),
+            "revision": str(arguments.revision or "none"),
+            "quantization": str(arguments.quantization or "none"),
+            "dtype": str(arguments.dtype),
+            "attention_backend": str(arguments.attention_backend or "auto"),
+        },
+        settings=read_settings(),
+    )
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _require_supported(arguments: Any, parallel: Any) -> None:
+    """Refuse what a transfer cannot serve, with the way out."""
+    if parallel.attn_cp_size > 1:
+        refuse(
+            "context parallelism spreads the tokens of a page over ranks: leave --attention-context-parallel-size at 1"
+        )
+    if getattr(arguments, "enable_pd_role_switch", False):
+        refuse("a server keeps its role: leave --enable-pd-role-switch out")
+    if getattr(arguments, "disaggregation_enable_kv_checksum", False):
+        refuse("kvbridge compares digests itself (integrity.digest): leave --disaggregation-enable-kv-checksum out")
+    if getattr(arguments, "disaggregation_decode_allocation_policy", "early") != "early":
+        refuse("decode names its pages early: leave --disaggregation-decode-allocation-policy at early")
+    if arguments.nnodes > 1:
+        refuse("the ranks of one server are on one host: leave --nnodes at 1")

@@ -1,0 +1,73 @@
+"""The entry point `sglang.srt.plugins`: makes the backend `kvbridge` known to SGLang. SGLang calls `register` in each process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from enum import Enum
+from typing import Any
+
+from kvbridge.engine.sglang import BACKEND
+
+KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+MANAGERS = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
+)
+REQUESTS = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
+)
+BUILDING: ContextVar[Any] = ContextVar("kvbridge_sglang_queue")
+"""The queue of SGLang's scheduler whose manager is being made: the manager's arguments do not say which pools they describe."""
+
+
+def register() -> None:
+    """Add the backend to SGLang's choices, and the hooks that give the backend what SGLang does not pass on."""
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices  # noqa: PLC0415 - only SGLang calls this
+    from sglang.srt.disaggregation import utils  # noqa: PLC0415
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+
+    ours = add_member(utils.TransferBackend, "KVBRIDGE", BACKEND)
+    add_disagg_transfer_backend_choices([BACKEND])
+
+    def class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+        if transfer_backend is not ours or class_type is utils.KVClassType.KVARGS:
+            return original(transfer_backend, class_type)
+        from kvbridge.engine.sglang import backend  # noqa: PLC0415 - other backends do without it
+
+        return backend.CLASSES[class_type.value]
+
+    hooks = {KV_CLASS: class_of, **dict.fromkeys(MANAGERS, _with_queue), **dict.fromkeys(REQUESTS, _with_request)}
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def add_member(enum: type[Enum], name: str, value: str) -> Any:
+    """Add a member to an enum in place, so that modules that have imported the enum know the member too."""
+    if value not in enum._value2member_map_:
+        member = object.__new__(enum)
+        member._name_, member._value_ = name, value
+        enum._member_names_.append(name)
+        enum._member_map_[name] = member
+        enum._value2member_map_[value] = member
+        setattr(enum, name, member)
+    return enum(value)
+
+
+def _with_queue(original: Callable[..., Any], queue: Any) -> Any:
+    token = BUILDING.set(queue)
+    try:
+        return original(queue)
+    finally:
+        BUILDING.reset(token)
+
+
+def _with_request(original: Callable[..., Any], queue: Any, req: Any, *more: Any, **named: Any) -> Any:
+    """Show the manager which request the next sender or receiver is for: SGLang names its room only."""
+    manager = queue.kv_manager
+    manager.arriving = req
+    try:
+        return original(queue, req, *more, **named)
+    finally:
+        manager.arriving = None

@@ -1,0 +1,200 @@
+"""SGLang's KV pools as components and regions: what each registered buffer holds, of which layer, at which address.
+
+SGLang registers a list of addresses, first all keys and then all values. Its pages are token-major, so a rank's heads of a token lie
+together. A key and a value of a layer have the same form, so they are the two layers `2 * layer` and `2 * layer + 1` of one component.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbridge.core.errors import UnsupportedError
+from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
+from kvbridge.engine.kit.node_files import refuse
+from kvbridge.engine.kit.tensors import InstanceCache
+
+LATENT = frozenset({ComponentKind.MLA_KV})
+"""Kinds of which every rank has the same bytes; of the others each rank has its heads."""
+
+
+class Buffer(FrozenModel):
+    """One registered buffer."""
+
+    kind: ComponentKind
+    layer: NonNegative
+    address: NonNegative
+    page_bytes: Positive
+    page_count: Positive
+
+
+@dataclass(frozen=True)
+class RankPools:
+    """All buffers of one rank."""
+
+    page_tokens: int
+    buffers: tuple[Buffer, ...]
+    device: str
+    """`cpu`, or `cuda:N`."""
+    window: int = 0
+    """Tokens of a sliding window; 0 without one."""
+
+    def layers(self, kind: ComponentKind) -> tuple[int, ...]:
+        """Return the layers of a kind that this rank has, ascending."""
+        return tuple(sorted(buffer.layer for buffer in self.buffers if buffer.kind is kind))
+
+    @property
+    def kinds(self) -> tuple[ComponentKind, ...]:
+        return tuple(dict.fromkeys(buffer.kind for buffer in self.buffers))
+
+    def page_bytes(self, kind: ComponentKind) -> int:
+        """Return the bytes of a page of one kind. Raises UnsupportedError when layers differ in it."""
+        found = sorted({buffer.page_bytes for buffer in self.buffers if buffer.kind is kind})
+        if len(found) != 1:
+            refuse(f"layers of {kind} have pages of {found} bytes, and one component has pages of one size")
+        return found[0]
+
+
+def read_pools(args: Any, pool: Any, *, window: int) -> RankPools:
+    """Read SGLang's KVArgs and the pool that they describe. Raises UnsupportedError for a pool that is not served yet."""
+    device = str(pool.device)
+    return RankPools(
+        page_tokens=args.page_size,
+        buffers=tuple(_buffers(args, pool)),
+        device=f"cuda:{args.gpu_id}" if device.startswith("cuda") else "cpu",
+        window=window if "SWA" in _states(args) else 0,
+    )
+
+
+def _states(args: Any) -> tuple[str, ...]:
+    return tuple(state.name for state in args.state_types)
+
+
+def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: PLC0415 - only under SGLang
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: PLC0415
+
+    if args.num_draft_entries:
+        refuse("speculative decoding keeps a second KV cache: leave --speculative-algorithm out")
+    kv = list(zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True))
+    states = _states(args)
+    match pool:
+        case MHATokenToKVPool() if not states:
+            yield from _pairs(ComponentKind.MHA_KV, _own_layers(pool), kv)
+        case MLATokenToKVPool() if not states:
+            yield from _singles(ComponentKind.MLA_KV, _own_layers(pool), kv)
+        case SWAKVPool() if states == ("SWA",) and not pool.is_mla():
+            window = list(zip(args.state_data_ptrs[0], args.state_data_lens[0], args.state_item_lens[0], strict=True))
+            yield from _pairs(ComponentKind.MHA_KV, pool.full_kv_pool.model_layer_ids, kv)
+            yield from _pairs(ComponentKind.SWA_KV, pool.swa_kv_pool.model_layer_ids, window)
+        case _:
+            with_states = f" with the states {', '.join(states)}" if states else ""
+            refuse(f"SGLang's pool {type(pool).__name__}{with_states} is not served yet")
+
+
+def _own_layers(pool: Any) -> range:
+    return range(pool.start_layer, pool.start_layer + pool.layer_num)
+
+
+def _pairs(kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
+    """Yield the buffers of keys, then those of values."""
+    if len(entries) != 2 * len(layers):
+        refuse(f"{kind}: {len(entries)} buffers for {len(layers)} layers, where each has a key and a value")
+    for number, entry in enumerate(entries):
+        which, at = divmod(number, len(layers))
+        yield _buffer(kind, 2 * layers[at] + which, entry)
+
+
+def _singles(kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
+    if len(entries) != len(layers):
+        refuse(f"{kind}: {len(entries)} buffers for {len(layers)} layers")
+    for layer, entry in zip(layers, entries, strict=True):
+        yield _buffer(kind, layer, entry)
+
+
+def _buffer(kind: ComponentKind, layer: int, entry: tuple[int, int, int]) -> Buffer:
+    address, total_bytes, page_bytes = entry
+    return Buffer(kind=kind, layer=layer, address=address, page_bytes=page_bytes, page_count=total_bytes // page_bytes)
+
+
+# ---------------------------------------------------------------------------------------------- the instance
+
+
+def instance_geometry(
+    ranks: Mapping[Rank, RankPools], *, name: str, tp_size: int, facts: Mapping[str, str]
+) -> InstanceCache:
+    """Return the geometry of an instance from the pools of all its ranks.
+
+    Raises UnsupportedError when the ranks of a stage are not alike, or when stages are not in the order of their layers.
+    """
+    first = ranks[Rank(pp=0, tp=0)]
+    stages: dict[int, RankPools] = {}
+    for rank, pools in sorted(ranks.items()):
+        known = stages.setdefault(rank.pp, pools)
+        if [(one.kind, one.layer, one.page_bytes) for one in pools.buffers] != [
+            (one.kind, one.layer, one.page_bytes) for one in known.buffers
+        ]:
+            refuse(f"rank {rank} has other buffers than the first rank of its pipeline stage")
+    components = tuple(
+        _component(kind, tuple(layer for stage in stages.values() for layer in stage.layers(kind)), first, tp_size)
+        for kind in first.kinds
+    )
+    starts = [min(buffer.layer for buffer in stage.buffers) for stage in stages.values()]
+    if starts != sorted(starts):
+        raise UnsupportedError(f"the pipeline stages begin with the layers {starts}, which are not in order")
+    return InstanceCache(
+        ModelGeometry(
+            name=name,
+            layer_count=1 + max(layer for component in components for layer in component.layers),
+            tokens_per_page=first.page_tokens,
+            components=components,
+            facts=dict(facts),
+        ),
+        stage_boundaries=tuple(starts[1:]),
+    )
+
+
+def _component(kind: ComponentKind, layers: tuple[int, ...], pools: RankPools, tp_size: int) -> Component:
+    row_bytes, rest = divmod(pools.page_bytes(kind), pools.page_tokens)
+    if rest:
+        refuse(f"{kind}: a page of {pools.page_bytes(kind)} bytes is not {pools.page_tokens} rows")
+    grows = Component(
+        kind=kind,
+        layers=tuple(sorted(layers)),
+        space=IndexSpace.FULL,
+        encoding=Encoding.NATIVE,
+        liveness=Liveness.GROWING,
+        row_parts_bytes=(row_bytes,),
+        slots_per_page=pools.page_tokens,
+        rows_per_logical_page=pools.page_tokens,
+        lanes=1 if kind in LATENT else tp_size,
+    )
+    if kind is not ComponentKind.SWA_KV:
+        return grows
+    window = {"space": IndexSpace.SWA, "liveness": Liveness.WINDOW, "window": pools.window}
+    return Component.model_validate({**grows.model_dump(), **window})
+
+
+def rank_regions(geometry: ModelGeometry, pools: RankPools, rank: Rank) -> list[Region]:
+    """Describe the buffers of one rank."""
+    cuda = pools.device.startswith("cuda")
+    return [
+        Region(
+            component=buffer.kind,
+            layer=buffer.layer,
+            space=geometry.component(buffer.kind).space,
+            memory=MemoryKind.VRAM if cuda else MemoryKind.DRAM,
+            device=int(pools.device.partition(":")[2] or 0) if cuda else 0,
+            extent_addresses=(buffer.address,),
+            pages_per_extent=buffer.page_count,
+            page_count=buffer.page_count,
+            page_bytes=buffer.page_bytes,
+            page_stride_bytes=buffer.page_bytes,
+            lane_start=0 if buffer.kind in LATENT else rank.tp,
+            lane_stop=1 if buffer.kind in LATENT else rank.tp + 1,
+        )
+        for buffer in pools.buffers
+    ]

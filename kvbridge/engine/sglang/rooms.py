@@ -1,0 +1,286 @@
+"""The rooms of one scheduler process of SGLang, and what it may say of each: the states of SGLang's `KVPoll`.
+
+All methods are called on the scheduler's main thread, thousands of times a minute while a request waits. None of them waits or raises.
+The first rank of an instance commands; the other ranks hear the node's events and say `SUCCESS` until an event says otherwise:
+SGLang takes the lowest state of all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.ids import ROOM_BITS, IndexSpace, PageTable, Tables
+from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, Provide, Publish, RoomEvent
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.engine.kit.attachment import NodeAttachment
+from kvbridge.engine.kit.transfers import LAST_EVENTS
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.0002
+"""SGLang asks for each request in each of its turns; the node is looked at once in so long."""
+NO_NODE = "there is no kvbridge node beside this server just now; it is being started again"
+NODE_ENDED = "the kvbridge node beside this server has ended"
+ROOM_MASK = (1 << ROOM_BITS) - 1
+
+
+class Poll(IntEnum):
+    """The numbers of SGLang's `KVPoll`."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+def room_of(bootstrap_room: int) -> int:
+    """Return our room for one of SGLang's, which have 63 bits: a hash. The prompt's digest contains the whole number."""
+    hashed = hashlib.blake2b(bootstrap_room.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(hashed, "little") & ROOM_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The parts of a request that decide about its transfer."""
+
+    tokens: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Room:
+    """One generation of a room."""
+
+    id: int
+    prompt: Prompt
+    rooms: Rooms
+    generation: int = 1
+    node: str = ""
+    """Incarnation of the node that was told of the room; empty: none yet."""
+    state: Poll = Poll.BOOTSTRAPPING
+    reason: str = ""
+    """Why it failed."""
+    event: RoomEvent | None = None
+    """Its last event."""
+    owed: deque[Callable[[], bool]] = field(default_factory=deque)
+    """Orders that wait for the node, in their order."""
+    given_up: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in {Poll.FAILED, Poll.SUCCESS}
+
+    def fail(self, reason: str) -> None:
+        if not self.is_over:
+            self.state, self.reason = Poll.FAILED, reason
+
+    def heard(self, event: RoomEvent) -> None:
+        if event.generation not in {0, self.generation} or self.is_over:
+            return
+        if event.kind == "refused":
+            self.fail(event.reason)
+            self.rooms.give_up(self, event.reason)
+        elif event.kind in LAST_EVENTS:
+            self.event = event
+            if event.kind in {"committed", "completed"}:
+                self.succeed(event)
+            else:
+                self.fail(f"{event.code}: {event.reason}")
+
+    def succeed(self, event: RoomEvent) -> None:
+        self.state = Poll.SUCCESS
+
+
+class Rooms:
+    """The rooms of one rank."""
+
+    def __init__(self, attachment: NodeAttachment, *, leads: bool) -> None:
+        self.attachment = attachment
+        self.leads = leads
+        self._of: dict[int, Room] = {}
+        self._ending: dict[int, str] = {}
+        """Rooms that were given up, and the node that may still move their bytes: until their last event."""
+        self._next_look_s = 0.0
+
+    @property
+    def node(self) -> str:
+        return self.attachment.node
+
+    def begin(self, room: Room) -> bool:
+        """Take a room. Returns False, and fails the room, when another request has it."""
+        if room.id in self._of:
+            room.fail(
+                "another request of this server has this bootstrap_room: a router draws one at random for each request"
+            )
+            return False
+        self._of[room.id] = room
+        return True
+
+    def forget(self, room: Room) -> None:
+        if self._of.get(room.id) is room:
+            del self._of[room.id]
+
+    def look(self) -> None:
+        """Take the node's events, and send what waits for the node."""
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + LOOK_S
+        for event in self.attachment.events():
+            if event.kind in LAST_EVENTS or event.kind == "refused":
+                self._ending.pop(event.room, None)
+            room = self._of.get(event.room)
+            if room is not None:
+                room.heard(event)
+        node = self.node
+        for room in list(self._of.values()):
+            if room.node and room.node != node:
+                room.fail(NODE_ENDED)
+            elif room.owed and node:
+                self._pay(room)
+        if self._ending and any(told != node for told in self._ending.values()):
+            self._ending = {room: told for room, told in self._ending.items() if told == node}
+
+    def order(self, room: Room, order: Callable[[], bool]) -> None:
+        """Carry out an order of a room now, or as soon as there is a node, behind the room's earlier orders."""
+        if self.leads and not room.is_over:
+            room.owed.append(order)
+            self._pay(room)
+
+    def _pay(self, room: Room) -> None:
+        while room.owed and not room.is_over and room.owed[0]():
+            room.owed.popleft()
+
+    def say(self, room: Room, kind: Any, **fields: Any) -> bool:
+        """Tell the node; False while there is none."""
+        if not self.node or not self.attachment.say(kind, room.id, **fields):
+            return False
+        room.node = self.node
+        return True
+
+    def give_up(self, room: Room, reason: str) -> None:
+        """Tell the node that nobody wants the room any more."""
+        room.owed.clear()
+        if self.leads and room.node and room.node == self.node and not room.given_up and room.event is None:
+            room.given_up = True
+            self._ending[room.id] = room.node
+            self.attachment.say(AbortRoom, room.id, reason=reason[:REASON_CHARS])
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether transfers of rooms that were given up may still read their pages, which SGLang has freed."""
+        return bool(self._ending)
+
+
+# ---------------------------------------------------------------------------------------------- prefill
+
+
+@dataclass(slots=True)
+class SentRoom(Room):
+    """A prompt that this server computes for another one."""
+
+    published: int = 0
+    """Tokens."""
+    pages: dict[IndexSpace, int] = field(default_factory=dict)
+    """Pages named so far, for each space that grows."""
+
+    def hold(self) -> None:
+        """Have decode find the room from now on."""
+        self.state = Poll.WAITING if self.rooms.leads else Poll.SUCCESS
+        if self.rooms.begin(self):
+            self.rooms.order(self, self._hold)
+
+    def _hold(self) -> bool:
+        return self.rooms.say(
+            self,
+            Hold,
+            generation=self.generation,
+            prompt_tokens=self.prompt.tokens,
+            prompt_digest=self.prompt.digest,
+            tables={},
+        )
+
+    def publish(self, tokens: int, tables: Tables, metadata: bytes | None = None) -> None:
+        """The next tokens are final, in these pages. `metadata`: they are the last ones."""
+        if self.is_over:
+            return
+        if self.rooms.leads:
+            self.state = Poll.TRANSFERRING
+        self.published += tokens
+        upto = self.published
+        # SGLang frees the pages of an aborted request at once. The node refuses a page that a former room may still read.
+        self.rooms.order(
+            self, lambda: not self.rooms.is_ending and self.rooms.say(self, Publish, upto_token=upto, tables=tables)
+        )
+        if metadata is not None:
+            self.rooms.order(self, lambda: self.rooms.say(self, Finish, metadata=metadata))
+
+    def next_table(self, space: IndexSpace, ids: npt.NDArray[np.int32]) -> PageTable:
+        """Return further pages of a space that grows, behind those that were named before."""
+        first = self.pages.get(space, 0)
+        self.pages[space] = first + len(ids)
+        return PageTable(space, np.ascontiguousarray(ids, dtype=np.int32), first)
+
+
+# ---------------------------------------------------------------------------------------------- decode
+
+
+@dataclass(slots=True)
+class FetchedRoom(Room):
+    """A prompt that another server computes for this one."""
+
+    accept: Callable[[RoomEvent], None] = lambda _: None
+    """Takes the metadata of a committed room, into this rank's own row."""
+    named: bool = False
+    """Whether the node may write to pages of SGLang."""
+
+    def fetch(self, prefill: Sequence[PeerAddress]) -> None:
+        """Tell prefill that this server comes for the room: prefill waits without a limit."""
+        self.state = Poll.WAITING if self.rooms.leads else Poll.SUCCESS
+        if self.rooms.begin(self):
+            self.rooms.order(self, lambda: self._fetch(prefill))
+
+    def _fetch(self, prefill: Sequence[PeerAddress]) -> bool:
+        return self.rooms.say(
+            self,
+            Fetch,
+            generation=self.generation,
+            prompt_tokens=self.prompt.tokens,
+            prompt_digest=self.prompt.digest,
+            prefill=tuple(prefill),
+        )
+
+    def provide(self, tables: Tables, prefix_tokens: int) -> None:
+        """Name the pages that are to be filled."""
+        if self.is_over:
+            return
+        if self.rooms.leads:
+            self.state = Poll.TRANSFERRING
+        self.named = True
+        self.rooms.order(self, lambda: self.rooms.say(self, Provide, tables=tables, prefix_tokens=prefix_tokens))
+
+    def succeed(self, event: RoomEvent) -> None:
+        try:
+            self.accept(event)
+        except Exception as error:  # noqa: BLE001 - the scheduler must go on, and the client hears the reason
+            self.fail(str(error) or type(error).__name__)
+        else:
+            self.state = Poll.SUCCESS
+
+
+def last_pages(space: IndexSpace, ids: npt.NDArray[np.int32], tokens: int, page_tokens: int) -> PageTable:
+    """Return the pages of a window or a state at the end of `tokens` tokens."""
+    pages = np.ascontiguousarray(ids, dtype=np.int32)
+    return PageTable(space, pages, max(0, -(-tokens // page_tokens) - len(pages)))

@@ -1,0 +1,12 @@
+"""What SGLang 0.5.23 needs to run its own transfer on a processor: a plugin of the environment of tests, for all its servers."""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Called by SGLang in each process, before it starts anything."""
+    from sglang.srt.disaggregation.mooncake import conn
+
+    # Otherwise the sender wants pinned memory and CUDA events for its page ids.
+    conn.MooncakeKVSender.supports_host_tensor_indices = False
+

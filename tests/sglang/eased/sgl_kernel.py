@@ -1,0 +1,18 @@
+"""A stand-in for SGLang's compiled kernels, of which no build for processors is on an index: every name is there, and raises when called.
+
+SGLang takes its own implementations in torch where a processor lacks AMX and where a submodule is missing, so none of these is called.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.0.0"
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_args: object, **_named: object) -> None:
+        raise NotImplementedError(f"sgl_kernel.{name} was called: this environment has no kernels")
+
+    return missing
