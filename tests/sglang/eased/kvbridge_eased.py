@@ -9,4 +9,3 @@ def register() -> None:
 
     # Otherwise the sender wants pinned memory and CUDA events for its page ids.
     conn.MooncakeKVSender.supports_host_tensor_indices = False
-
