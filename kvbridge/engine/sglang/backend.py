@@ -34,10 +34,10 @@ from sglang.srt.server_args import ServerArgs
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import AdoptedWorker
+from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.node import START_S, Node, open_node
-from kvbridge.engine.kit.node_files import NodePlan
+from kvbridge.engine.kit.node import NodePlan
 from kvbridge.engine.kit.transfers import prompt_digest
 from kvbridge.engine.sglang.directory import Announcement, GroupNode, NodeDirectory, PrefillServers
 from kvbridge.engine.sglang.instance import Instance, read_instance

@@ -12,7 +12,7 @@ import yaml
 
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.kit.node_files import NodePlace, refuse
+from kvbridge.engine.kit.node import NodePlace, refuse
 from kvbridge.engine.sglang import SETTINGS_FILE, SGLANG
 
 

@@ -14,7 +14,7 @@ from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
-from kvbridge.engine.kit.node_files import refuse
+from kvbridge.engine.kit.node import refuse
 from kvbridge.engine.kit.tensors import InstanceCache
 
 LATENT = frozenset({ComponentKind.MLA_KV})
