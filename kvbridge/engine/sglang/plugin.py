@@ -51,7 +51,7 @@ def add_member(enum: type[Enum], name: str, value: str) -> Any:
         enum._member_names_.append(name)
         enum._member_map_[name] = member
         enum._value2member_map_[value] = member
-        setattr(enum, name, member)
+        type.__setattr__(enum, name, member)  # the enum itself refuses to set a member
     return enum(value)
 
 

@@ -8,15 +8,20 @@ import types
 __version__ = "0.0.0"
 
 
-class _Unused:
-    """Any name of torchvision."""
+class _Unused(type):
+    """The type of every name of torchvision, and of the names below it."""
+
+    def __getattr__(cls, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unused(name, (), {})
 
 
 class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Unused
+        return _Unused(name, (), {})
 
 
 for _name in ("io", "ops", "transforms", "transforms.functional", "transforms.v2", "transforms.v2.functional"):
