@@ -21,9 +21,10 @@ TEST_SERVERS := redis-server systemd util-linux prometheus openssl iproute2 curl
 # The tests of the status page run in a real browser.
 TEST_BROWSER := chromium chromium-driver fonts-dejavu-core
 
-# SGLang's own sender and receiver, which `make bench-peers` measures beside ours, in an environment of their own.
-SGLANG := out/peers/sglang
+# Real SGLang servers, and SGLang's own sender and receiver for `make bench-peers`, in an environment of their own.
+SGLANG := out/sglang/venv
 SGLANG_VERSION := sglang==0.5.23
+SGLANG_NIXL := nixl==1.5.1 nixl-cu12==1.5.1
 
 # Real vLLM servers, in an environment of their own: what vLLM asks for of transformers and FastAPI is not what we ask for.
 VLLM := out/vllm/venv
@@ -39,7 +40,7 @@ GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
 .PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu constraints dashboards docs check size format bench
-.PHONY: test-vllm bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
+.PHONY: test-vllm test-sglang bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
@@ -53,6 +54,7 @@ help:
 	@echo "make mutate  make EDITS small edits of the package, one at a time, and list those that the fast tests do not notice"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
 	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 20 minutes; a first run installs vLLM in out/vllm/"
+	@echo "make test-sglang  real SGLang servers with kvbridge beside one alone; a first run installs SGLang in out/sglang/"
 	@echo "make constraints  take the newest versions of everything that tests need, into constraints.txt"
 	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
@@ -170,13 +172,18 @@ bench: $(READY)
 bench-gpu: $(GPU_READY)
 	$(GPU_RUN) -m tests.bench gpu --output out/bench-gpu
 
-# pip says what SGLang asks for and does not get: its transfer needs none of it.
-$(SGLANG)/.ready: tests/bench/peers/sglang.txt | system
+# pip says what SGLang asks for and does not get: kernels and gigabytes that need a GPU.
+$(SGLANG)/.ready: tests/sglang/requirements.txt pyproject.toml | system
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check $(or $(TORCH),torch)
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SGLANG_VERSION)
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/bench/peers/sglang.txt
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/sglang/requirements.txt
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SGLANG_VERSION) $(SGLANG_NIXL)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu]'
 	touch $@
+
+# One process, files in their order: servers are started once and serve all of them.
+test-sglang: $(READY) $(SGLANG)/.ready
+	$(BIN)/python -m pytest tests/sglang -p no:randomly --sglang $(SGLANG)/bin/python --sglang-work out/sglang
 
 bench-peers: $(READY) $(SGLANG)/.ready
 	SGLANG=$(SGLANG) $(BIN)/python -m tests.bench peers.compare --output out/bench

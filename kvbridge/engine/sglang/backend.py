@@ -1,8 +1,8 @@
 """SGLang's transfer classes over kvbridge: manager, sender, receiver and directory. SGLang's schedulers call them.
 
-A scheduler process has one manager for its rank. The first rank of an attention group runs the node and gives it its orders; every rank
-serves its own pools, and hears the node's events. Only the manager's start raises: for the person who starts SGLang. Whatever goes wrong
-later ends one request.
+A scheduler process has one manager for its rank. The first rank of an attention group runs the node and gives the node its orders.
+Every rank serves its own pools and hears the node's events. Only the start of a manager raises, for the person who starts SGLang. A
+later error ends one request.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ from sglang.srt.server_args import ServerArgs
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.kit.attachment import NodeAttachment
-from kvbridge.engine.kit.node import START_S, Node, open_node
-from kvbridge.engine.kit.node import NodePlan
+from kvbridge.engine.kit.node import START_S, Node, NodePlan, open_node
 from kvbridge.engine.kit.transfers import prompt_digest
+from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.sglang.directory import Announcement, GroupNode, NodeDirectory, PrefillServers
 from kvbridge.engine.sglang.instance import Instance, read_instance
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import BUILDING
 from kvbridge.engine.sglang.pools import instance_geometry, rank_regions, read_pools
-from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Rooms, SentRoom, last_pages, room_of
+from kvbridge.engine.sglang.rooms import FetchedRoom, Prompt, Rooms, SentRoom, last_pages, room_of
 from kvbridge.telemetry.logs import leave_standard_output
 
 log = structlog.get_logger(__name__)
@@ -195,7 +194,7 @@ class KvbridgeSender(BaseKVSender):
 
     def poll(self) -> int:
         self.kv_mgr.rooms.look()
-        return int(self._room.state)
+        return self._room.poll
 
     poll_pp_consensus = poll
 
@@ -271,7 +270,7 @@ class KvbridgeReceiver(BaseKVReceiver):
 
     def poll(self) -> int:
         self.kv_mgr.rooms.look()
-        return int(self._room.state)
+        return self._room.poll
 
     poll_pp_consensus = poll
 

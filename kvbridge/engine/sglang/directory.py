@@ -54,7 +54,7 @@ class NodeDirectory:
         nodes: dict[int, GroupNode] = {}
 
         class Handler(BaseHTTPRequestHandler):
-            def do_PUT(self) -> None:  # noqa: N802 - the name that http.server asks for
+            def do_PUT(self) -> None:
                 size = int(self.headers.get("Content-Length") or 0)
                 try:
                     node = GroupNode.model_validate_json(self.rfile.read(min(size, BODY_BYTES)))
@@ -64,7 +64,7 @@ class NodeDirectory:
                 nodes[node.dp_rank] = node
                 self._answer(200, {})
 
-            def do_GET(self) -> None:  # noqa: N802
+            def do_GET(self) -> None:
                 first = next(iter(nodes.values()), None)
                 if self.path != PATH or first is None or len(nodes) < first.dp_size:
                     self._answer(404, {"error": f"{len(nodes)} nodes of this prefill server have registered"})
@@ -153,7 +153,7 @@ class PrefillServers(dict[str, PrefillServer]):
 
     def _ask(self, address: str) -> None:
         try:
-            with urllib.request.urlopen(f"http://{address}{PATH}", timeout=ASK_S) as answer:  # noqa: S310
+            with urllib.request.urlopen(f"http://{address}{PATH}", timeout=ASK_S) as answer:
                 self[address] = PrefillServer.model_validate_json(answer.read())
         except (OSError, ValueError) as error:
             if address in self:

@@ -1,7 +1,7 @@
 """SGLang's KV pools as components and regions: what each registered buffer holds, of which layer, at which address.
 
-SGLang registers a list of addresses, first all keys and then all values. Its pages are token-major, so a rank's heads of a token lie
-together. A key and a value of a layer have the same form, so they are the two layers `2 * layer` and `2 * layer + 1` of one component.
+SGLang registers a list of addresses: first all keys, then all values. Its pages are token-major, so the heads of a token lie together.
+A key and a value of a layer have the same form, so they are the two layers `2 * layer` and `2 * layer + 1` of one component.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rooms of one scheduler process of SGLang, and what it may say of each: the states of SGLang's `KVPoll`.
 
-All methods are called on the scheduler's main thread, thousands of times a minute while a request waits. None of them waits or raises.
-The first rank of an instance commands; the other ranks hear the node's events and say `SUCCESS` until an event says otherwise:
+SGLang's scheduler calls all methods on its main thread, thousands of times a minute while a request waits. No method waits or raises.
+The first rank of an instance gives orders. The other ranks hear the node's events, and say `SUCCESS` until an event says otherwise:
 SGLang takes the lowest state of all ranks.
 """
 
@@ -82,6 +82,11 @@ class Room:
     def is_over(self) -> bool:
         return self.state in {Poll.FAILED, Poll.SUCCESS}
 
+    @property
+    def poll(self) -> int:
+        """The rank's answer to SGLang."""
+        return int(self.state if self.rooms.leads or self.state is Poll.FAILED else Poll.SUCCESS)
+
     def fail(self, reason: str) -> None:
         if not self.is_over:
             self.state, self.reason = Poll.FAILED, reason
@@ -99,7 +104,7 @@ class Room:
             else:
                 self.fail(f"{event.code}: {event.reason}")
 
-    def succeed(self, event: RoomEvent) -> None:
+    def succeed(self, event: RoomEvent) -> None:  # noqa: ARG002 - decode reads the metadata from it
         self.state = Poll.SUCCESS
 
 
@@ -198,7 +203,7 @@ class SentRoom(Room):
 
     def hold(self) -> None:
         """Have decode find the room from now on."""
-        self.state = Poll.WAITING if self.rooms.leads else Poll.SUCCESS
+        self.state = Poll.WAITING
         if self.rooms.begin(self):
             self.rooms.order(self, self._hold)
 
@@ -216,8 +221,7 @@ class SentRoom(Room):
         """The next tokens are final, in these pages. `metadata`: they are the last ones."""
         if self.is_over:
             return
-        if self.rooms.leads:
-            self.state = Poll.TRANSFERRING
+        self.state = Poll.TRANSFERRING
         self.published += tokens
         upto = self.published
         # SGLang frees the pages of an aborted request at once. The node refuses a page that a former room may still read.
@@ -248,7 +252,7 @@ class FetchedRoom(Room):
 
     def fetch(self, prefill: Sequence[PeerAddress]) -> None:
         """Tell prefill that this server comes for the room: prefill waits without a limit."""
-        self.state = Poll.WAITING if self.rooms.leads else Poll.SUCCESS
+        self.state = Poll.WAITING
         if self.rooms.begin(self):
             self.rooms.order(self, lambda: self._fetch(prefill))
 
@@ -266,8 +270,7 @@ class FetchedRoom(Room):
         """Name the pages that are to be filled."""
         if self.is_over:
             return
-        if self.rooms.leads:
-            self.state = Poll.TRANSFERRING
+        self.state = Poll.TRANSFERRING
         self.named = True
         self.rooms.order(self, lambda: self.rooms.say(self, Provide, tables=tables, prefix_tokens=prefix_tokens))
 

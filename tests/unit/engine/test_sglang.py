@@ -1,0 +1,221 @@
+"""The parts of the SGLang adapter that know nothing of SGLang: rooms, rows of metadata, and the member of the enum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import UnsupportedError
+from kvbridge.core.ids import MAX_ROOM, IndexSpace
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.sglang.metadata import MetadataRows
+from kvbridge.engine.sglang.plugin import add_member
+from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Rooms, SentRoom, last_pages, room_of
+
+NODE = [PeerAddress(endpoint="tcp://127.0.0.1:7")]
+
+
+class Attachment:
+    """Records what is said, and says what a test has put into `due`."""
+
+    def __init__(self) -> None:
+        self.node = "a"
+        self.said: list[tuple[str, int]] = []
+        self.due: list[RoomEvent] = []
+
+    def say(self, kind: type, room: int, **_: Any) -> bool:
+        self.said.append((kind.__name__, room))
+        return bool(self.node)
+
+    def events(self) -> list[RoomEvent]:
+        found, self.due = self.due, []
+        return found
+
+
+@pytest.fixture
+def attachment() -> Attachment:
+    return Attachment()
+
+
+@pytest.fixture
+def rooms(attachment: Attachment, monkeypatch: pytest.MonkeyPatch) -> Rooms:
+    monkeypatch.setattr("kvbridge.engine.sglang.rooms.LOOK_S", 0.0)
+    return Rooms(attachment, leads=True)  # type: ignore[arg-type]
+
+
+def sent(rooms: Rooms, room: int = 1) -> SentRoom:
+    made = SentRoom(room, Prompt(40, b"d"), rooms)
+    made.hold()
+    return made
+
+
+def fetched(rooms: Rooms, room: int = 1) -> FetchedRoom:
+    made = FetchedRoom(room, Prompt(40, b"d"), rooms)
+    made.fetch(NODE)
+    return made
+
+
+def publish(room: SentRoom, tokens: int, metadata: bytes | None = None) -> None:
+    room.publish(tokens, {IndexSpace.FULL: room.next_table(IndexSpace.FULL, np.arange(2, dtype=np.int32))}, metadata)
+
+
+def tell(rooms: Rooms, attachment: Attachment, kind: str, **more: Any) -> None:
+    attachment.due = [RoomEvent(room=1, generation=1, kind=kind, **more)]  # type: ignore[arg-type]
+    rooms.look()
+
+
+def test_a_prompt_is_held_published_and_finished(rooms: Rooms, attachment: Attachment) -> None:
+    room = sent(rooms)
+    assert room.state is Poll.WAITING
+    publish(room, 32)
+    assert room.state is Poll.TRANSFERRING
+    publish(room, 8, b"token")
+    assert [kind for kind, _ in attachment.said] == ["Hold", "Publish", "Publish", "Finish"]
+    tell(rooms, attachment, "completed")
+    assert room.state is Poll.SUCCESS
+
+
+def test_orders_wait_for_a_node(rooms: Rooms, attachment: Attachment) -> None:
+    attachment.node = ""
+    room = sent(rooms)
+    publish(room, 40, b"")
+    assert (room.state, attachment.said) == (Poll.TRANSFERRING, [])
+    attachment.node = "b"
+    rooms.look()
+    assert [kind for kind, _ in attachment.said] == ["Hold", "Publish", "Finish"]
+
+
+def test_pages_of_a_room_that_was_given_up_are_not_named_again_before_it_is_over(
+    rooms: Rooms, attachment: Attachment
+) -> None:
+    first = sent(rooms, 1)
+    publish(first, 32)
+    rooms.give_up(first, "aborted")
+    rooms.forget(first)
+    second = sent(rooms, 2)
+    publish(second, 40, b"")
+    assert [kind for kind, room in attachment.said if room == 2] == ["Hold"]
+    tell(rooms, attachment, "aborted")
+    assert [kind for kind, room in attachment.said if room == 2] == ["Hold", "Publish", "Finish"]
+
+
+@pytest.mark.parametrize("make", [sent, fetched])
+def test_a_room_of_another_request_is_refused(rooms: Rooms, make: Any) -> None:
+    first, second = make(rooms), make(rooms)
+    assert second.state is Poll.FAILED
+    assert "bootstrap_room" in second.reason
+    assert not first.is_over
+    rooms.forget(second)
+    rooms.forget(first)
+    assert not make(rooms).is_over
+
+
+@pytest.mark.parametrize("make", [sent, fetched])
+@pytest.mark.parametrize("kind", ["failed", "aborted", "refused"])
+def test_a_room_that_fails_says_why(rooms: Rooms, attachment: Attachment, make: Any, kind: str) -> None:
+    room = make(rooms)
+    tell(rooms, attachment, kind, code="deadline", reason="nobody came")
+    assert room.state is Poll.FAILED
+    assert "nobody came" in room.reason
+
+
+def test_events_of_another_generation_change_nothing(rooms: Rooms, attachment: Attachment) -> None:
+    room = fetched(rooms)
+    room.generation = 2
+    tell(rooms, attachment, "committed")
+    assert room.state is Poll.WAITING
+
+
+@pytest.mark.parametrize("make", [sent, fetched])
+def test_rooms_end_with_their_node(rooms: Rooms, attachment: Attachment, make: Any) -> None:
+    room = make(rooms)
+    attachment.node = "b"
+    rooms.look()
+    assert room.state is Poll.FAILED
+    assert "ended" in room.reason
+
+
+def test_decode_takes_the_metadata_of_a_committed_room(rooms: Rooms, attachment: Attachment) -> None:
+    room, taken = fetched(rooms), []
+    room.accept = taken.append
+    room.provide({}, 0)
+    assert room.state is Poll.TRANSFERRING
+    tell(rooms, attachment, "committed", metadata={"pp0.tp0": b"row"})
+    assert (room.state, taken[0].metadata) == (Poll.SUCCESS, {"pp0.tp0": b"row"})
+
+
+def test_metadata_that_does_not_fit_fails_the_room(rooms: Rooms, attachment: Attachment) -> None:
+    room = fetched(rooms)
+
+    def refuse(_: RoomEvent) -> None:
+        raise UnsupportedError("other fields")
+
+    room.accept = refuse
+    tell(rooms, attachment, "committed")
+    assert (room.state, room.reason) == (Poll.FAILED, "other fields")
+
+
+def test_other_ranks_give_no_orders_and_hold_nobody_up(attachment: Attachment) -> None:
+    rooms = Rooms(attachment, leads=False)  # type: ignore[arg-type]
+    room, taken = fetched(rooms), []
+    room.accept = taken.append
+    room.provide({}, 0)
+    assert (room.poll, attachment.said) == (Poll.SUCCESS, [])
+    rooms._next_look_s = 0.0
+    tell(rooms, attachment, "committed", metadata={"pp0.tp0": b"row"})
+    assert (room.poll, len(taken)) == (Poll.SUCCESS, 1)
+
+
+def test_another_rank_says_that_a_room_has_failed(attachment: Attachment) -> None:
+    rooms = Rooms(attachment, leads=False)  # type: ignore[arg-type]
+    room = fetched(rooms)
+    tell(rooms, attachment, "failed", code="deadline", reason="nobody came")
+    assert room.poll == Poll.FAILED
+
+
+def test_the_rooms_of_sglang_become_ours() -> None:
+    found = {room_of(room) for room in (1, 2, 2**53, 2**62, 2**63 - 1)}
+    assert len(found) == 5
+    assert max(found) <= MAX_ROOM
+
+
+@pytest.mark.parametrize(("tokens", "pages", "first"), [(40, 2, 1), (32, 2, 0), (33, 1, 2), (16, 1, 0)])
+def test_the_last_pages_end_with_the_prompt(tokens: int, pages: int, first: int) -> None:
+    table = last_pages(IndexSpace.SWA, np.arange(pages, dtype=np.int64), tokens, 16)
+    assert (table.first_page, table.ids.dtype) == (first, np.int32)
+
+
+@pytest.fixture
+def rows() -> Iterator[tuple[MetadataRows, list[np.ndarray]]]:
+    fields = [np.arange(12, dtype=np.int32).reshape(3, 4), np.arange(6, dtype=np.uint64).reshape(3, 2)]
+    yield MetadataRows([one.ctypes.data for one in fields], [one[0].nbytes for one in fields]), fields
+
+
+def test_a_row_arrives_in_another_row(rows: tuple[MetadataRows, list[np.ndarray]]) -> None:
+    row, fields = rows
+    before = [one[1].copy() for one in fields]
+    row.write(2, row.read(1))
+    assert all((one[2] == was).all() for one, was in zip(fields, before, strict=True))
+
+
+def test_a_row_of_other_fields_is_refused(rows: tuple[MetadataRows, list[np.ndarray]]) -> None:
+    row, fields = rows
+    other = MetadataRows(row.addresses[:1], row.row_bytes[:1])
+    with pytest.raises(UnsupportedError, match="same model"):
+        row.write(0, other.read(0))
+    assert (fields[0][0] == np.arange(4)).all()
+
+
+def test_an_enum_grows_in_place() -> None:
+    class Backend(Enum):
+        FIRST = "first"
+
+    ours = add_member(Backend, "OURS", "ours")
+    assert add_member(Backend, "OURS", "ours") is ours is Backend("ours") is Backend["OURS"]
+    assert [one.value for one in Backend] == ["first", "ours"]
+    assert ours.name == "OURS"
