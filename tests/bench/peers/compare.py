@@ -27,7 +27,7 @@ from tests.bench.output import table as text
 from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair, kvbridge_pair
 from tests.bench.peers.sglang_pair import Pages, SglangPair
 
-SGLANG = Path(os.environ.get("SGLANG", "out/peers/sglang"))
+SGLANG = Path(os.environ.get("SGLANG", "out/sglang/venv"))
 TURNS, ONE_PAGE_TURNS = 7, 40
 PAGES = 1024
 LENGTHS_TOKENS = (8_192, 32_768, 131_072)
