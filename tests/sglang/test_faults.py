@@ -48,10 +48,10 @@ def test_something_strikes_in_the_middle_of_a_request(fleet: Fleet, strike: str,
     for decode in DECODES:
         told[decode] = fleet.pair(decode).room()
         asked = fresh(1200)
-        for server in (prefill, fleet.servers[decode]):
-            calls.append(
-                lambda server=server, asked=asked, at=told[decode]: server.ask(asked, told=at, timeout_s=120.0)
-            )
+        calls += [
+            lambda server=server, asked=asked, at=told[decode]: server.ask(asked, told=at, timeout_s=120.0)
+            for server in (prefill, fleet.servers[decode])
+        ]
     with under_way(calls) as results:
         try:
             with frozen([scheduler]):

@@ -1,6 +1,6 @@
 """A stand-in for SGLang's compiled kernels, since no index has a build for processors: every name is there and raises when called.
 
-SGLang takes its own implementations in torch where a processor lacks AMX and where a submodule is missing, so nothing here is called.
+SGLang takes its own code in torch where a processor lacks AMX and where a submodule is missing, so nothing here is called.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -191,9 +190,9 @@ def test_the_last_pages_end_with_the_prompt(tokens: int, pages: int, first: int)
 
 
 @pytest.fixture
-def rows() -> Iterator[tuple[MetadataRows, list[np.ndarray]]]:
+def rows() -> tuple[MetadataRows, list[np.ndarray]]:
     fields = [np.arange(12, dtype=np.int32).reshape(3, 4), np.arange(6, dtype=np.uint64).reshape(3, 2)]
-    yield MetadataRows([one.ctypes.data for one in fields], [one[0].nbytes for one in fields]), fields
+    return MetadataRows([one.ctypes.data for one in fields], [one[0].nbytes for one in fields]), fields
 
 
 def test_a_row_arrives_in_another_row(rows: tuple[MetadataRows, list[np.ndarray]]) -> None:
