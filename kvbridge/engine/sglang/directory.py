@@ -128,6 +128,7 @@ class PrefillServers(dict[str, PrefillServer]):
     def __init__(self) -> None:
         super().__init__()
         self._named: dict[str, float] = {}
+        self._why_not: dict[str, str] = {}
         self._changed = threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-directories", daemon=True)
@@ -155,9 +156,11 @@ class PrefillServers(dict[str, PrefillServer]):
         try:
             with urllib.request.urlopen(f"http://{address}{PATH}", timeout=ASK_S) as answer:
                 self[address] = PrefillServer.model_validate_json(answer.read())
+            self._why_not.pop(address, None)
         except (OSError, ValueError) as error:
-            if address in self:
-                log.info("directory_not_reached", directory=address, reason=str(error))
+            if self._why_not.get(address) != str(error):
+                self._why_not[address] = str(error)
+                log.warning("directory_not_reached", directory=address, reason=str(error))
 
     def close(self) -> None:
         self._stop = True
