@@ -1,6 +1,6 @@
 """SGLang's KV pools as components and regions: what each registered buffer holds, of which layer, at which address.
 
-SGLang registers a list of addresses: first all keys, then all values. Its pages are token-major: the heads of a token lie together.
+SGLang registers a list of addresses: first all keys, then all values. The heads of a token lie together in a page.
 A key and a value of a layer have the same form, so they are the two layers `2 * layer` and `2 * layer + 1` of one component.
 """
 

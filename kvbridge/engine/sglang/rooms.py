@@ -1,6 +1,6 @@
 """The rooms of one scheduler process of SGLang, and what it may say of each: the states of SGLang's `KVPoll`.
 
-SGLang's scheduler calls all methods on its main thread, thousands of times a minute for a request. No method waits or raises.
+SGLang's scheduler calls all methods on its main thread, thousands of times a minute. No method waits or raises.
 The first rank of an instance gives orders. The other ranks hear the node's events, and say `SUCCESS` until an event says otherwise:
 SGLang takes the lowest state of all ranks.
 """
