@@ -59,6 +59,8 @@ class NodeAttachment:
         """The thread's latest attachment; None once the user has given it up."""
         self._used: Engine | None = None
         """The attachment that the user has taken up."""
+        self._lost_unseen = False
+        """Lost in `say`: the next `events` shows that there was no node, even if the thread has attached again."""
         self._unsent: deque[_Unsent] = deque()
         self._unsayable: list[RoomEvent] = []
         """Refusals of calls that no message can express."""
@@ -115,13 +117,15 @@ class NodeAttachment:
 
     def events(self) -> list[RoomEvent]:
         """Return the node's events since the last call, and send calls that it did not read. Afterwards `node` is up to date."""
-        used = self._used = self._made
+        lost, self._lost_unseen = self._lost_unseen, False
+        used = self._used = None if lost else self._made
         if used is None:
             return []
         try:
             events = used.events()
         except Exception as error:  # noqa: BLE001 - another attachment begins from what the node says then
             self._lose(error)
+            self._lost_unseen = False
             return []
         self._send()
         unsayable, self._unsayable = self._unsayable, []
@@ -163,6 +167,7 @@ class NodeAttachment:
         log.warning("node_lost", node_role=self._role.value, code=code_of(error), reason=reason)
         self._unsent.clear()
         self._unsayable.clear()
+        self._lost_unseen = True
         with self._changed:
             self._used = self._made = None
             self._changed.notify_all()

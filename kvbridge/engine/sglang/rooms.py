@@ -30,7 +30,6 @@ log = structlog.get_logger(__name__)
 
 LOOK_S = 0.0002
 """SGLang asks for each request in each of its turns; the node is looked at once in so long."""
-NO_NODE = "there is no kvbridge node beside this server just now; it is being started again"
 NODE_ENDED = "the kvbridge node beside this server has ended"
 ROOM_MASK = (1 << ROOM_BITS) - 1
 
@@ -67,8 +66,8 @@ class Room:
     prompt: Prompt
     rooms: Rooms
     generation: int = 1
-    node: str = ""
-    """Incarnation of the node that was told of the room; empty: none yet."""
+    told: bool = False
+    """Whether the node knows of the room."""
     state: Poll = Poll.BOOTSTRAPPING
     reason: str = ""
     """Why it failed."""
@@ -96,7 +95,8 @@ class Room:
             return
         if event.kind == "refused":
             self.fail(event.reason)
-            self.rooms.give_up(self, event.reason)
+            if not event.generation:  # of a later order; nothing is left of a refused Hold or Fetch
+                self.rooms.give_up(self, event.reason)
         elif event.kind in LAST_EVENTS:
             self.event = event
             if event.kind in {"committed", "completed"}:
@@ -115,8 +115,9 @@ class Rooms:
         self.attachment = attachment
         self.leads = leads
         self._of: dict[int, Room] = {}
-        self._ending: dict[int, str] = {}
-        """Rooms that were given up, and the node that may still move their bytes: until their last event."""
+        self._ending: set[int] = set()
+        """Rooms that were given up: their bytes may be moved until their last event."""
+        self._known = attachment.node
         self._next_look_s = 0.0
 
     @property
@@ -145,18 +146,17 @@ class Rooms:
         self._next_look_s = now_s + LOOK_S
         for event in self.attachment.events():
             if event.kind in LAST_EVENTS or event.kind == "refused":
-                self._ending.pop(event.room, None)
+                self._ending.discard(event.room)
             room = self._of.get(event.room)
             if room is not None:
                 room.heard(event)
-        node = self.node
-        for room in list(self._of.values()):
-            if room.node and room.node != node:
+        if self.node != self._known:
+            self._known = self.node
+            self._ending.clear()
+            for room in [room for room in self._of.values() if room.told]:
                 room.fail(NODE_ENDED)
-            elif room.owed and node:
-                self._pay(room)
-        if self._ending and any(told != node for told in self._ending.values()):
-            self._ending = {room: told for room, told in self._ending.items() if told == node}
+        for room in [room for room in self._of.values() if room.owed and self._known]:
+            self._pay(room)
 
     def order(self, room: Room, order: Callable[[], bool]) -> None:
         """Carry out an order of a room now, or as soon as there is a node, behind the room's earlier orders."""
@@ -172,15 +172,15 @@ class Rooms:
         """Tell the node; False while there is none."""
         if not self.node or not self.attachment.say(kind, room.id, **fields):
             return False
-        room.node = self.node
+        room.told = True
         return True
 
     def give_up(self, room: Room, reason: str) -> None:
         """Tell the node that nobody wants the room any more."""
         room.owed.clear()
-        if self.leads and room.node and room.node == self.node and not room.given_up and room.event is None:
+        if self.leads and room.told and not room.given_up and room.event is None:
             room.given_up = True
-            self._ending[room.id] = room.node
+            self._ending.add(room.id)
             self.attachment.say(AbortRoom, room.id, reason=reason[:REASON_CHARS])
 
     @property

@@ -218,3 +218,24 @@ def test_an_enum_grows_in_place() -> None:
     assert add_member(Backend, "OURS", "ours") is ours is Backend("ours") is Backend["OURS"]
     assert [one.value for one in Backend] == ["first", "ours"]
     assert ours.name == "OURS"
+
+
+def test_a_refused_hold_holds_nobody_up(rooms: Rooms, attachment: Attachment) -> None:
+    """The node knows nothing of the room, so no last event ever comes."""
+    refused = sent(rooms, 1)
+    tell(rooms, attachment, "refused", code="not_ready", reason="a rank worker starts")
+    assert refused.state is Poll.FAILED
+    assert [kind for kind, _ in attachment.said] == ["Hold"]
+    publish(second := sent(rooms, 2), 40, b"")
+    assert [kind for kind, room in attachment.said if room == second.id] == ["Hold", "Publish", "Finish"]
+
+
+def test_a_node_that_is_gone_reads_no_pages_of_a_room_that_was_given_up(rooms: Rooms, attachment: Attachment) -> None:
+    publish(first := sent(rooms, 1), 32)
+    rooms.give_up(first, "aborted")
+    attachment.node = ""
+    rooms.look()
+    attachment.node = "a"
+    publish(sent(rooms, 2), 40, b"")
+    rooms.look()
+    assert [kind for kind, room in attachment.said if room == 2][-2:] == ["Publish", "Finish"]

@@ -12,8 +12,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, NotReadyError
+from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.engine_messages import AbortRoom
 from kvbridge.engine.kit import Guard, attachment
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.transfers import ServedRole
@@ -150,3 +151,40 @@ def test_what_somebody_has_to_change_is_said_once_and_asked_seldom_and_a_node_th
     assert [(line["event"], line["code"]) for line in lines] == [("not_attached", code) for code in said]
     assert attempts.pauses == [getattr(attachment, pause)] * len(errors)
     assert not attempts.left
+
+
+class LostOnce:
+    """An engine whose connection ends with the first call, and the next one, which another attachment gets."""
+
+    incarnation = "n"
+
+    def say(self, *_: object, **__: object) -> None:
+        raise PeerError("its connection has ended")
+
+    def events(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_loss_between_two_looks_is_seen_by_the_next_look_though_the_node_is_attached_to_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Events of the rooms may have come in between: the user must give its rooms up, as when the node has ended."""
+    made = [LostOnce(), LostOnce()]
+    monkeypatch.setitem(attachment.ENGINES, Role.DECODE, SimpleNamespace(adopt=lambda *_, **__: made.pop(0)))
+    one = NodeAttachment(Role.DECODE, Path("/nowhere"))
+    one.begin()
+    try:
+        one.wait(LIMIT_S)
+        one.events()
+        assert one.node == "n"
+        assert not one.say(AbortRoom, 1, reason="r")
+        one.wait(LIMIT_S)
+        one.events()
+        assert one.node == ""
+        one.events()
+        assert one.node == "n"
+    finally:
+        one.close()
