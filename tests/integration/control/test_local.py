@@ -26,8 +26,6 @@ R0 = Rank(pp=0, tp=0)
 
 
 class Node:
-    """A server whose callbacks remember, and its clients."""
-
     def __init__(self, path):
         self.path = path
         self.events, self.handler = [], None
@@ -283,20 +281,17 @@ async def test_a_served_path_is_not_taken_over_and_a_dead_one_is(node, tmp_path)
 async def test_the_runtime_directory_is_private(tmp_path):
     made = prepare_runtime_directory(tmp_path / "a" / "b")
     assert made.stat().st_mode & 0o777 == 0o700
-    made.chmod(0o750)
-    with pytest.raises(ConfigError, match=f"run: chmod 700 {made}"):
-        prepare_runtime_directory(made)
-    made.chmod(0o705)
-    with pytest.raises(ConfigError, match=f"run: chmod 700 {made}"):
-        prepare_runtime_directory(made, os.getgid())
+    for mode, group in ((0o750, None), (0o705, os.getgid())):
+        made.chmod(mode)
+        with pytest.raises(ConfigError, match=f"run: chmod 700 {made}"):
+            prepare_runtime_directory(made, group)
     made.chmod(0o700)
     prepare_runtime_directory(made, os.getgid())
     assert made.stat().st_mode & 0o777 == 0o750
     (tmp_path / "link").symlink_to(made)
-    with pytest.raises(ConfigError, match="not a directory of this user"):
-        prepare_runtime_directory(tmp_path / "link")
-    with pytest.raises(ConfigError, match="cannot be made"):
-        prepare_runtime_directory(Path("/dev/null/run"))
+    for path, why in ((tmp_path / "link", "not a directory of this user"), (Path("/dev/null/run"), "cannot be made")):
+        with pytest.raises(ConfigError, match=why):
+            prepare_runtime_directory(path)
 
 
 @pytest.mark.parametrize("way", ["mode", "owner", "link"])

@@ -32,8 +32,6 @@ SERVER, CLIENT = "5" * 16, "c" * 16
 
 
 class Recorder:
-    """Callbacks that remember."""
-
     def __init__(self):
         self.messages, self.undelivered, self.refused, self.resets, self.cuts = [], [], [], [], []
         self.handler = None
@@ -216,6 +214,8 @@ async def test_a_handler_that_refuses_or_breaks_stops_nothing(stage):
 async def test_a_restarted_server_is_noticed(stage):
     server, _, client, at_client = await met(stage)
     assert await client.flush(WAIT_S)
+    with pytest.raises(ConflictError, match=rf"{server.endpoint} is taken by process \d+ \(.+\); stop what holds it"):
+        stage.server("7" * 16, endpoint=server.endpoint)
     server.close()
     client.send(drained(2))
     new, at_new, _ = stage.server("6" * 16, endpoint=server.endpoint)
@@ -247,7 +247,6 @@ async def test_a_noisy_peer_leaves_time_for_others(stage):
     raw, heard = stage.raw(endpoint, sndtimeo=100), threading.Event()
 
     def make_noise():
-        """More than the server can take, until it has heard the other one, or will not."""
         until_s = time.monotonic() + WAIT_S
         while not heard.is_set() and time.monotonic() < until_s:
             with contextlib.suppress(zmq.Again):
@@ -267,12 +266,6 @@ async def test_a_noisy_peer_leaves_time_for_others(stage):
 
 
 # ------------------------------------------------------------------------------------------- addresses and keys
-
-
-async def test_a_taken_port_names_itself_and_its_holder(stage):
-    _, _, endpoint = stage.server()
-    with pytest.raises(ConflictError, match=rf"{endpoint} is taken by process \d+ \(.+\); stop what holds it"):
-        stage.server("7" * 16, endpoint=endpoint)
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://host:0"])
@@ -363,8 +356,7 @@ async def test_a_handshake_has_a_deadline(stage):
     _, at_server, endpoint = stage.server(settings=PeerSettings(max_connections=1, handshake_s=0.2))
     async with asyncio.timeout(WAIT_S):
         await connect_and_be_cut(stage, endpoint)
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
+    stage.client(endpoint)[0].send(drained(1))
     await at_server.until(lambda: at_server.rooms == [1])
     assert "handshake" in at_server.refused
 
@@ -400,21 +392,15 @@ async def test_an_address_where_nobody_listens_shows_too_and_may_be_listened_at_
 
 async def test_a_connection_on_which_nobody_answers_is_not_one_that_is_gone(stage):
     with unix.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(WAIT_S)
         client, at_client = stage.client(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
         client.send(drained(1))
-        connection = await asyncio.to_thread(accepted, silent)
-        assert connection.recv(1) == b"\xff", "ZeroMQ's greeting"
-        connection.close()  # as a peer with other keys does
-        again = await asyncio.to_thread(accepted, silent)
-        again.close()
+        for _ in range(2):
+            connection, _ = await asyncio.to_thread(silent.accept)
+            connection.settimeout(WAIT_S)
+            assert connection.recv(1) == b"\xff", "ZeroMQ's greeting"
+            connection.close()  # as a peer with other keys does
         assert (client.link.cut_s, at_client.cuts) == (0.0, [])
-
-
-def accepted(listener):
-    listener.settimeout(WAIT_S)
-    connection, _ = listener.accept()
-    connection.settimeout(WAIT_S)
-    return connection
 
 
 async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
