@@ -74,20 +74,13 @@ class EndCause(StrEnum):
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal. Real-time signals have none: they are numbers."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def end_cause(code: int) -> EndCause:
-    """Return the cause that an exit code stands for; a negative one is the number of a signal."""
-    return EndCause.KILLED if code < 0 else EndCause.EXITED
+    """Return the name of a signal, or its number in words: real-time signals have no name."""
+    names = {each.value: each.name for each in signal.Signals}
+    return names.get(number, f"signal {number}")
 
 
 def how_it_ended(code: int) -> str:
-    """Return an exit code in words."""
+    """Return an exit code in words; a negative one is the number of a signal."""
     return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
 
 
@@ -128,14 +121,14 @@ def end_with_parent(parent: int, number: signal.Signals, *, watch_input: bool = 
     _prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
         sys.exit(EXIT_ORPHANED)
+
+    def wait_for_input_end() -> None:
+        while os.read(0, _READ_BYTES):
+            pass
+        os.kill(os.getpid(), number)
+
     if watch_input:
-        threading.Thread(target=_wait_for_input_end, args=(number,), name="kvbridge-parent", daemon=True).start()
-
-
-def _wait_for_input_end(number: signal.Signals) -> None:
-    while os.read(0, _READ_BYTES):
-        pass
-    os.kill(os.getpid(), number)
+        threading.Thread(target=wait_for_input_end, name="kvbridge-parent", daemon=True).start()
 
 
 # ------------------------------------------------------------------ a child that is kept running
@@ -247,7 +240,8 @@ class SupervisedChild:
             await self._live()
             assert self.process is not None, "`live` launches a process"
             code = await self.process.wait()
-            return ChildEnd(how_it_ended(code), end_cause(code), self.process.pid, self.why)
+            cause = EndCause.KILLED if code < 0 else EndCause.EXITED
+            return ChildEnd(how_it_ended(code), cause, self.process.pid, self.why)
         except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
             if self.process is not None:
                 raise
