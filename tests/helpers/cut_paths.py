@@ -23,11 +23,11 @@ PAUSE_S = 0.001
 class CutSettings(FrozenModel):
     transport: str
     addresses: tuple[str, ...]
-    """The peer's: connections to them are ended."""
+    """Addresses of the peer: connections to them are ended."""
     after_share: float
-    """Once so much of the operations of one transfer has been confirmed, and the flag is up."""
+    """The cut begins once this share of the operations of one transfer has been confirmed, and the flag is up."""
     flag: str
-    """A file: while it is there, the path is to be cut, and stays cut."""
+    """A file: while it exists, the path is to be cut, and stays cut."""
 
 
 def cut_worker(*cuts: CutSettings) -> str:
@@ -56,7 +56,7 @@ def install(told: list[str]) -> None:
 
 
 class Cut:
-    """Ends connections, as long as its flag is up, from when a transfer has come so far."""
+    """Ends connections while its flag is up, once a transfer has come far enough."""
 
     def __init__(self, settings: CutSettings) -> None:
         self._settings = settings
@@ -92,7 +92,7 @@ class Cut:
 
 
 def watch(transport: Transport, cut: Cut) -> None:
-    """Have a cut hear of how far the transfers of a transport have come."""
+    """Tell a cut how far the transfers of a transport have come."""
     submit = transport.submit
 
     def watched(peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:

@@ -30,38 +30,32 @@ from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 ROOT = str(Path(__file__).resolve().parents[2])
 ROLES = ("bootstrap", "prefill", "decode", "router")
 _DAEMONS = ("cli.main", "cli.daemons", "daemon.bootstrap", "daemon.decode", "daemon.prefill", "daemon.router")
-PRELOADED = {
-    "daemons": [f"kvbridge.{module}" for module in (*_DAEMONS, "worker.lifecycle", "tier.stores.files")],
-}
+PRELOADED = [f"kvbridge.{module}" for module in (*_DAEMONS, "worker.lifecycle", "tier.stores.files")]
 """Neither Mooncake nor NIXL: they start threads and read their settings once a process."""
-KINDS = {
-    "kvbridge": "daemons",
-    "kvbridge.worker.process": "daemons",
-    "kvbridge.tier.stores.process": "daemons",
-    "tests.helpers.transport_peer": "daemons",
-}
+MODULES = {"kvbridge", "kvbridge.worker.process", "kvbridge.tier.stores.process", "tests.helpers.transport_peer"}
+"""Modules that are run in a fork."""
 FORKED = "# to be forked\n"
 """Code for `python -c` that begins so is run in a fork, too."""
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 NAME = "kvb-of-a-daemon"
-"""Of processes that are no child of ours, unless their daemon died in the moment in which we were a subreaper."""
+"""Name of processes that are no child of ours, unless their daemon died in the moment in which we were a subreaper."""
 TITLE_BYTES = 4096
 MESSAGE_BYTES = 1 << 18
 _prctl = ctypes.CDLL(None).prctl
 _asking = threading.Lock()
 _ENVIRONMENT = dict(os.environ)
-"""Before any test has changed it."""
+"""The environment before any test has changed it."""
 
 
 @dataclass
 class Order:
     command: list[str]
-    """Behind the interpreter and `-P`."""
+    """Words behind the interpreter and `-P`."""
     environment: dict[str, str]
     directory: str
     parent: int
     descriptors: tuple[int, ...]
-    """The numbers that those which come along have in the process."""
+    """The numbers in the process of the descriptors that are sent along."""
     open_files: tuple[int, int]
     before: Callable[[], object] | None
     """A function of some module, called first."""
@@ -91,18 +85,18 @@ class Zygote:
 class Here:
     forks: bool = True
     zygote: Zygote | None = None
-    """In a forked daemon: that of its rank workers."""
+    """In a forked daemon, the zygote of its rank workers."""
 
 
 _here = Here()
 
 
 @cache
-def _zygote(kind: str) -> Zygote:
+def _zygote() -> Zygote:
     """Start the zygote of this process. It ends with the process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = f"import sys; sys.path.insert(0, {ROOT!r}); from tests.helpers import zygote; zygote.main()"
-    command = [sys.executable, "-P", "-c", code, kind, str(theirs.fileno())]
+    command = [sys.executable, "-P", "-c", code, str(theirs.fileno())]
     command.append("-" * (TITLE_BYTES - sum(map(len, command))))  # where forked processes write their command line
     environment = _ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1"}
     started = subprocess.Popen(
@@ -120,9 +114,9 @@ class ForkedPopen(subprocess.Popen[Any]):
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
         pass_fds, cwd, env, _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _, *ids = rest
         another_user = any(each is not None for each in ids[:3])
-        kind = "" if shell or executable or another_user else _kind(args, env, own_session=ids[4])
+        forks = not (shell or executable or another_user) and _can_fork(args, env, own_session=ids[4])
         ends = [own if end < 0 else end for own, end in enumerate((p2cread, c2pwrite, errwrite))]
-        if kind:
+        if forks:
             order = Order(
                 [word for word in args[1:] if word != "-P"],
                 dict(os.environ if env is None else env),
@@ -133,32 +127,32 @@ class ForkedPopen(subprocess.Popen[Any]):
                 preexec_fn,
             )
             try:
-                self.pid = (_here.zygote or _zygote(kind)).fork(order, [*ends, *pass_fds])
+                self.pid = (_here.zygote or _zygote()).fork(order, [*ends, *pass_fds])
             except OSError:
                 if _here.zygote is None:
                     raise
-                kind = ""  # a test has killed the zygote together with its daemon's workers
-        if not kind:
+                forks = False  # a test has killed the zygote together with its daemon's workers
+        if not forks:
             super()._execute_child(args, executable, preexec_fn, close_fds, *rest)
             return
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-def _kind(command: Any, environment: Any, *, own_session: bool) -> str:
+def _can_fork(command: Any, environment: Any, *, own_session: bool) -> bool:
     if not (_here.forks and own_session) or isinstance(command, (str, bytes)) or command[0] != sys.executable:
-        return ""
+        return False
     paths = (os.environ if environment is None else environment).get("PYTHONPATH", "")
     if not set(_ENVIRONMENT.get("PYTHONPATH", "").split(os.pathsep)) <= set(paths.split(os.pathsep)):
-        return ""
+        return False
     match [word for word in command[1:] if word != "-P"]:
-        case ["-m", "kvbridge", role, *_] if role not in ROLES:
-            return ""
+        case ["-m", "kvbridge", role, *_]:
+            return role in ROLES
         case ["-m", str(module), *_]:
-            return KINDS.get(module, "")
-        case ["-c", str(code), *_] if code.startswith(FORKED):
-            return "daemons"
-    return ""
+            return module in MODULES
+        case ["-c", str(code), *_]:
+            return code.startswith(FORKED)
+    return False
 
 
 def install() -> None:
@@ -179,7 +173,7 @@ def executed() -> Iterator[None]:
 
 
 def _build(kind: type[FrozenModel]) -> None:
-    """Build the models, and what checks messages, once for all who are forked: a daemon does it when it needs them."""
+    """Build the models and the validators of messages once for all forks: a daemon builds them when it needs them."""
     for each in kind.__subclasses__():
         each.model_rebuild(raise_errors=False)
         _build(each)
@@ -190,9 +184,9 @@ def _build(kind: type[FrozenModel]) -> None:
 
 def main() -> None:
     """Import, then fork whatever is asked for; in a forked process, run it."""
-    _, kind, channel, _ = sys.argv
+    _, channel, _ = sys.argv
     with importing(*UNUSED_BY_DAEMONS):
-        for module in PRELOADED[kind]:
+        for module in PRELOADED:
             import_module(module)
         _build(FrozenModel)
     sys.path.remove(ROOT)
@@ -276,9 +270,8 @@ def _become(order: Order, descriptors: list[int], between: int) -> None:
 def _say(command: str) -> None:
     """Write this process's command line to where the system looks for it."""
     begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
-    line = (
-        command.encode()[: end - begin - 1].ljust(end - begin - 1, b"\0") + b"\1"
-    )  # no zero byte there: it was changed
+    room = end - begin - 1
+    line = command.encode()[:room].ljust(room, b"\0") + b"\1"  # no zero byte at the end: it was changed
     ctypes.memmove(begin, line, len(line))
 
 
