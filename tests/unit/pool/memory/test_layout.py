@@ -67,7 +67,7 @@ def test_no_manifest_ever_names_host_copies():
     placement = copy_placement(FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=counts)
     regions, rank = placement.regions_at([1 << 40]), Rank(pp=0, tp=0)
     manifest = RankManifest(fingerprint=fingerprint(FLASH), rank=rank, pp_size=1, tp_size=1, regions=regions)
-    with pytest.raises(InvalidInputError, match=r"c4_kv layer 2 \(twin\): its page ids count space 'full_twin'"):
+    with pytest.raises(InvalidInputError, match=r"c4_kv layer 2 \(host copy\): its page ids count space 'full_twin'"):
         check_manifest(manifest, FLASH)
 
 
