@@ -33,7 +33,7 @@ _COUNTS_TOKENS = re.compile(r"tokens(_per_\w+)?$", re.IGNORECASE)
 
 _Sections = list[tuple[str, type[BaseModel] | None]]
 
-RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", *PROCESS_VARIABLES})
+RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", "KVBRIDGE_SGLANG_CONFIG", *PROCESS_VARIABLES})
 """Variables with the prefix that are no settings: the command line and processes read them."""
 
 _DOTTED_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
