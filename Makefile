@@ -58,7 +58,7 @@ help:
 	@echo "make constraints  take the newest versions of everything that tests need, into constraints.txt"
 	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
-	@echo "make check   format, lint, types, import layers"
+	@echo "make check   format, lint, types, import layers, docstrings"
 	@echo "make size    lines of the package and of the tests, by what they are"
 	@echo "make bench   measure planning, transports, overhead, paths, the directory, stores and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels and the local transport on this machine's GPUs; results in out/bench-gpu/"
@@ -158,6 +158,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.prose
 
 size: $(READY)
 	$(BIN)/python -m tests.size

@@ -1,4 +1,4 @@
-"""What all suites share: how much Hypothesis tries, the order of files, and that no test leaves anything behind."""
+"""Shared by all suites: how much Hypothesis tries, the order of files, and that no test leaves anything behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _files: dict[str, dict[str, None]] = {}
 _failed: dict[str, tuple[str, ...]] = {}
 """Each file with a failure, and those that its process had run before."""
 _durations: dict[str, float] = {}
-"""What each file has taken, in seconds."""
+"""Seconds that each file has taken."""
 KINDS_S = {
     "faults": 60.0,
     "contract": 60.0,
@@ -52,7 +52,7 @@ KINDS_S = {
     "operate": 20.0,
     "page": 20.0,
 }
-"""What a file takes about, by its folder, where nobody has measured it yet."""
+"""Estimated seconds of a file that was not measured yet, by its folder."""
 
 
 def pytest_collection() -> None:

@@ -1,8 +1,8 @@
 """`make test` and `make test-all`: every suite in a process of its own, all at the same time, and one summary.
 
 Files of a suite run side by side, those first that took long the last time, and otherwise in an order drawn from a seed:
-`make test SEED=...` draws the same order again. What each file took is in out/durations.json. The exit code is 0 only when every
-suite passed and left no process behind.
+`make test SEED=...` draws the same order again. The seconds of each file are in out/durations.json. The exit code is 0 only
+when every suite passed and left no process behind.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Suite:
 
     name: str
     short: tuple[str, ...]
-    """What pytest is given by `make test`."""
+    """Arguments of pytest for `make test`."""
     whole: tuple[str, ...]
-    """What pytest is given by `make test-all`."""
+    """Arguments of pytest for `make test-all`."""
 
 
 @dataclass
 class Outcome:
-    """What became of a suite."""
+    """The outcome of a suite."""
 
     suite: str
     problems: list[str] = field(default_factory=list)
@@ -148,7 +148,7 @@ def pytest_command(seed: int, workers: int, targets: Sequence[str]) -> list[str]
 
 
 def environment(workers: int, profile: str) -> dict[str, str]:
-    """What a suite's processes inherit. `profile`: of Hypothesis, unless the environment has one."""
+    """The environment of a suite's processes. `profile`: of Hypothesis, unless the environment has one."""
     found = {**os.environ, MARK: secrets.token_hex(8)}
     # A suite starts hundreds of processes; without bytecode on disk each of them would compile the package again.
     found.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -32,7 +32,7 @@ from tests.unit.bootstrap.fleet import LIMITS, node
 INSTANCES = (10, 1000)
 PAIRINGS = 600
 TURNS = 5
-"""Of these the middle one counts, by processor time."""
+"""The median counts, by processor time."""
 WARM_UP = 50
 CONCURRENT = 16
 BEAT_EVERY = 300

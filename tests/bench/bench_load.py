@@ -129,7 +129,7 @@ async def _closed_loop(
 async def _open(
     generator: Load, way: str, rate_s: float, seconds: float, numbers: itertools.count[int]
 ) -> dict[str, Any]:
-    """Offer rooms at a rate. What is counted begins when queues and pools have filled: it is the state that lasts."""
+    """Offer rooms at a rate. Counting begins when queues and pools have filled: it is the state that lasts."""
     filling, steady = Tally(), Tally()
     outstanding: set[asyncio.Task[bool]] = set()
     begun_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What the service adds to a request of one page: from the offer to the first byte, and around the transfer, on loopback.
+"""The time that the service adds to a request of one page: from the offer to the first byte, and around the transfer, on loopback.
 
 Each request is published in full before decode admits it, so that nothing waits for an engine:
 
@@ -27,7 +27,7 @@ PROMPT_TOKENS = 256
 WARM_UP = 20
 REQUESTS = 200
 BUDGETS_MS = {"offer_to_first_byte_ms": 2.0}
-"""Of the median."""
+"""As a share of the median."""
 
 
 def run(*, quick: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tests.helpers.shared_buffer import SharedBuffer, connect
 
 MIB = 1 << 20
 BUDGET = 0.95
-"""Of the rate of the bare library."""
+"""As a share of the bare library's rate."""
 SIZES_BYTES = (37_440, MIB)
 TOTAL_BYTES = 256 * MIB
 POLL_PAUSE_S = 0.0001

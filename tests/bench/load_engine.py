@@ -34,7 +34,7 @@ NUMBER_BITS = 20
 """The last bits of a room's id are the number of its request, where rooms have prompts."""
 SHARED = "shared"
 SHARED_TOKENS = 2 * 256 + 64
-"""Of every shared prompt: two whole pages, and one that nobody shares."""
+"""Tokens of every shared prompt: two whole pages, and one that nobody shares."""
 PREFIXES = 16
 """Different ones, which nine rooms of ten have in equal parts."""
 Prompts = Callable[[int], npt.NDArray[np.uint32]]
@@ -73,7 +73,7 @@ def refused(room: int, error: BridgeError) -> None:
 
 
 class LoadEngine:
-    """What both roles know of a room by its id alone."""
+    """The facts that both roles derive from a room's id."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts

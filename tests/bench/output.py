@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine it ran on, tables of text, and the JSON that it leaves."""
+"""The parts of every benchmark: the machine it ran on, tables of text, and the JSON that it leaves."""
 
 from __future__ import annotations
 

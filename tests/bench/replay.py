@@ -133,7 +133,7 @@ async def _serve(generator: Load, course: _Course, number: int, request: TraceRe
 
 
 def _endless(generator: Load, count: int) -> list[int]:
-    """Of each prompt, how many tokens a cache would hold that forgets nothing, if requests came one after another."""
+    """Return for each prompt how many tokens a cache would hold that forgets nothing, if requests came one after another."""
     known: set[bytes] = set()
     found = []
     for number in range(1, count + 1):

@@ -38,7 +38,7 @@ BY_BOOTSTRAP = 10
 SAMPLE_EVERY = 50
 MOST_GROWTH = 1.05
 SLACK = {"fds": 2, "sockets": 2, "threads": 1, "mappings": 0, "uss_mib": 1.0, "rss_mib": 1.0}
-"""What may come and go beside the 5%: a kept connection, a thread of the pool."""
+"""Objects that may come and go beside the 5%: a kept connection, a thread of the pool."""
 MOST_LOG_BYTES_A_SECOND = 8000.0
 """Twice what ten lines a second about rooms that have ended take: logs must not grow with traffic that is well."""
 REST_S = 2.0

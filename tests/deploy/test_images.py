@@ -1,6 +1,6 @@
 """docker/: what the steps of an image do, done here without a container engine, and a fleet of what they make.
 
-What only a container engine could show is not tested: layers, the base images, Compose's own networks and volumes.
+Not tested, since only a container engine could show it: layers, the base images, Compose's own networks and volumes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files an
 
 
 def step(*arguments: str | Path) -> str:
-    """What a step of the image prints."""
+    """Return the output of a step of the image."""
     command = ["bash", str(DOCKER / "build.sh"), *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=child_environment(os.environ), check=False

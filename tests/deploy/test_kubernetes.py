@@ -34,7 +34,7 @@ def rendered(overlay: str) -> list[dict[str, Any]]:
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
-    """What a kustomization comes to."""
+    """Return the manifests that a kustomization renders."""
     command = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     if shutil.which(command[0]) is None:
         pytest.skip(
@@ -83,7 +83,7 @@ def test_every_object_fits_its_schema(overlay: str):
 
 
 def environment(container: dict[str, Any], pod_name: str) -> dict[str, str]:
-    """What a container's variables are, for the pod of that name."""
+    """Return a container's variables, for the pod of that name."""
     values: dict[str, str] = {}
     for entry in container.get("env", ()):
         if "value" in entry:

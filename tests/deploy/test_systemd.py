@@ -15,8 +15,8 @@ from kvbridge.config.limits import BootstrapTimeouts, DaemonTimeouts
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 NAMES = ("kvbridge-bootstrap.service", "kvbridge-prefill@prefill-0.service", "kvbridge-decode@decode-0.service")
 MOST_EXPOSURE = 2.5
-"""Of 10, as `systemd-analyze security` counts. What is left: network, GPUs and network devices, their compilers, other users'
-processes and files in shared memory."""
+"""Points out of 10, as `systemd-analyze security` counts. The rest: network, GPUs and network devices, their compilers,
+other users' processes and files in shared memory."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def analyze(*arguments: str) -> str:
-    """What systemd-analyze has to say; an error when it fails."""
+    """Return the output of systemd-analyze; an error when it fails."""
     done = subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=30, check=False)
     return done.stdout + done.stderr
 

@@ -50,7 +50,7 @@ class Block:
     language: str
     text: str
     mark: str
-    """What the comment before it says; empty when there is none."""
+    """The text of the comment before it; empty when there is none."""
 
     @property
     def where(self) -> str:
@@ -89,7 +89,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def spans(page: Path) -> list[str]:
-    """What stands in backticks in the text, on one line each."""
+    """Return the words in backticks, on one line each."""
     prose = _BLOCK.sub("", page.read_text())
     return [" ".join(span.split()) for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose)]
 
@@ -97,7 +97,7 @@ def spans(page: Path) -> list[str]:
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
 HOSTS = ("bootstrap", "prefill-0", "decode-0")
 SEEN = ("configs", "deploy", "docker", "examples", "tests")
-"""What of the repository is in a reader's folder: they stand in a checkout."""
+"""The files of the repository in a reader's folder: they stand in a checkout."""
 MARK = "\x1e"
 STEP_S = 120
 """For one thing to begin, or to end."""

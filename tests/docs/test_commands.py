@@ -1,4 +1,4 @@
-"""What pages tell people to type is typed: every block is run, or says in its source why not; what they show is what comes."""
+"""The commands of all pages are typed: every block is run, or says in its source why not; what they show is what comes."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def _frames(codec: MessageCodec) -> Decoder:
 
 
 def _use(body: object) -> None:
-    """What a daemon does with a message before it believes it."""
+    """Check a message as a daemon does before it believes it."""
     match body:
         case wire.Hello():
             for packed in body.node.ranks:

@@ -24,7 +24,7 @@ START_S = 60.0
 
 @dataclass
 class Fleet:
-    """So many instances of each role; number 7 of each role is not ready."""
+    """A number of instances of each role; number 7 of each role is not ready."""
 
     pairs: int
     url: str = ""

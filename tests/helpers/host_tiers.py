@@ -38,7 +38,7 @@ def host_tiers(
 
 
 def host_tier(daemon: DaemonProcess) -> dict[str, Any]:
-    """What a node says of its host tier."""
+    """Return a node's status of its host tier."""
     return dict(status(daemon)["host_tier"])
 
 
@@ -48,7 +48,7 @@ def copies(daemon: DaemonProcess, direction: str, outcome: str = "done") -> floa
 
 
 def quiet(daemon: DaemonProcess) -> dict[str, Any] | None:
-    """What a node says of its host tier when nothing is to be copied any more."""
+    """Return a node's status of its host tier, once nothing is to be copied any more."""
     found = host_tier(daemon)
     return None if found["waiting_prompts"] or found["in_flight_pages"] else found
 

@@ -27,7 +27,7 @@ OWN_FIXTURES = {"nothing_is_left_by_the_file", "nothing_is_left_by_the_test"}
 
 @dataclass
 class Wider:
-    """What fixtures that are wider than one test have started: it is theirs until the end of their file, or of the session."""
+    """Resources of fixtures that are wider than one test: it is theirs until the end of their file, or of the session."""
 
     in_file: bool = False
     """Whether this file has used one: then its threads and processes can only be judged at its end."""
@@ -39,7 +39,7 @@ _wider = Wider()
 
 
 OUTSIDE = {"subprocess.Popen", "os.fork", "os.posix_spawn", "socket.bind", "socket.connect"}
-"""What a unit test does not do (events of `sys.addaudithook`): with these, it is an integration test."""
+"""Forbidden to a unit test (events of `sys.addaudithook`): with these, it is an integration test."""
 _rule = SimpleNamespace(holds=False)
 """Whether a unit test runs that is not marked `outside`."""
 
@@ -104,11 +104,11 @@ def nothing_is_left_by_the_test(nothing_is_left_by_the_file: None) -> Iterator[N
 
 
 State = dict[str, object]
-"""What was found, by names that a reader understands."""
+"""The findings, by names that a reader understands."""
 Helpers = dict[tuple[str, int | None], str]
 """Threads and child processes by number, with what they are."""
 ModuleNames = dict[str, dict[str, object]]
-"""What each global name of each module of ours stands for."""
+"""The object behind each global name of each module of ours."""
 
 GRACE_S = 10.0
 """Threads and children that were told to end may take this long; nobody waits where nothing is left over."""
@@ -133,7 +133,7 @@ BOOKKEEPING = {__name__, "tests.helpers.isolation"}
 
 
 def read_settings() -> State:
-    """What a test may change in its process, and must change back. Quick: it is read twice for each test."""
+    """State that a test may change in its process, and must change back. Quick: it is read twice for each test."""
     watched = [name for name in os.environ.keys() - CHANGED_BY_PYTEST if not name.startswith(READ_BY_LIBRARIES)]
     found: State = {f"environment variable {name}": os.environ[name] for name in watched}
     found["working directory"] = os.getcwd()  # noqa: PTH109 - several times quicker than Path.cwd()
@@ -160,7 +160,7 @@ def read_helpers() -> Helpers:
 
 
 def changed_settings(before: State, after: State) -> Iterator[str]:
-    """What is otherwise than before, one line each. What a module holds when it is imported is nobody's doing."""
+    """Return the differences, one line each. The state of a module at its import is nobody's doing."""
     if before == after:
         return
     for name in sorted(before.keys() | after.keys()):
@@ -189,7 +189,7 @@ def still_there(before: Helpers, read: Callable[[], Helpers]) -> list[str]:
 
 
 class _Known:
-    """What was found when the containers were looked for last. To look for them takes long; to see that nothing is new does not."""
+    """The containers of the last look. To look for them takes long; to see that nothing is new does not."""
 
     def __init__(self) -> None:
         self.loaded = 0
@@ -221,7 +221,7 @@ def _is_watched(module: str) -> bool:
 
 
 def _find_containers(values: Mapping[str, object]) -> Iterator[tuple[str, Sized]]:
-    """What can grow: containers with a global name of a module, and those in objects of ours with a global name."""
+    """Containers that can grow: containers with a global name of a module, and those in objects of ours with a global name."""
     for name, value in values.items():
         full = f"{values['__name__']}.{name}"
         if name.startswith("__") or full in ONCE_A_PROCESS:

@@ -1,4 +1,4 @@
-"""What a later release of kvbridge sends: every message with a field that this one does not know, at every level."""
+"""Messages of a later release of kvbridge: every message with a field that this one does not know, at every level."""
 
 from __future__ import annotations
 

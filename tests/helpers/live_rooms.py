@@ -70,7 +70,7 @@ def frames_refused(daemon: DaemonProcess, reason: str, headers: Headers | None =
 
 @contextmanager
 def refuses(daemon: DaemonProcess, reason: str, times: int = 1, headers: Headers | None = None) -> Iterator[None]:
-    """What is done inside is counted as that many refused frames."""
+    """See that the block counts as that many refused frames."""
     before = frames_refused(daemon, reason, headers)
     yield
     eventually(f"{times} frames refused as {reason}", lambda: frames_refused(daemon, reason, headers) - before >= times)

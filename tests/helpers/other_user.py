@@ -34,7 +34,7 @@ exec "$@"
 
 
 def as_user(user: int, groups: Iterable[int] = (), *, namespaces: Iterable[str] = ()) -> list[str]:
-    """What to put before a command to run it as another user without any right. `groups`: the first is its primary one."""
+    """The prefix of a command that runs it as another user without any right. `groups`: the first is its primary one."""
     own, *others = (*groups,) or (user,)
     needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT}
     closed = sorted({folder for path in needed if (folder := _first_closed(path)) is not None})

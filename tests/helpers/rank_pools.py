@@ -59,13 +59,13 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Form:
-    """What memory the node has, and how it lies."""
+    """The node's memory and its layout."""
 
     pages: Mapping[IndexSpace, int]
     host: frozenset[ComponentKind] = NO_KINDS
     layout: HostLayout = HostLayout.LAYER_FIRST
     chunking: Chunking = UNCUT
-    """Of the device pools."""
+    """Pages of the device pools."""
     host_chunking: Chunking = UNCUT
     page_first: bool = False
     """On the device."""
@@ -197,7 +197,7 @@ class NodePools:
 
     @property
     def views(self) -> list[PoolViews]:
-        """Of each rank's device pool, and of the host pool at the end."""
+        """One for each rank's device pool, and one for the host pool at the end."""
         return self.canvas.views
 
     def close(self) -> None:

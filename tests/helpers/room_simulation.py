@@ -72,7 +72,7 @@ class World(SimulatedCalls):
         self.shares = shares
         """Whether rooms have page keys, and pages stay."""
         self.memory: Memory = {}
-        """Of the decode node."""
+        """Belongs to the decode node."""
         self.reused = {"prefill": 0, "decode": 0}
         """Pages that rooms found there."""
         self.digest = digest
@@ -81,7 +81,7 @@ class World(SimulatedCalls):
         """Rooms of which our rank found what was sent."""
         self.clock = ManualClock()
         self.events = RecordedEvents()
-        """Of the rooms of both nodes."""
+        """Shared by the rooms of both nodes."""
         self.lives = 0
         self.linked = False
         """Whether decode has a connection to prefill; what is sent to one that it has closed is lost with it."""
@@ -99,7 +99,7 @@ class World(SimulatedCalls):
         """Requests whose room was handed over to an engine with pages of its own."""
         self.engines.on_event = self.decode_engine_hears
         self.on_their_way: set[tuple[Owner, Path]] = set()
-        """What dead or failed writers have sent, or others by a path that they have lost, and may still arrive."""
+        """Bytes of dead or failed writers, or of writers that lost a path, that may still arrive."""
         self.given_epochs = dict.fromkeys(TRANSPORTS, 0)
         self.revoked_before = dict.fromkeys(TRANSPORTS, 0)
         self.towards_rank: deque[NodeToWorker] = deque()
@@ -215,7 +215,7 @@ class World(SimulatedCalls):
         self.fence.ready(R0, epoch)
 
     def lose(self, worker: Worker, orders: Iterable[Send] | None = None) -> None:
-        """What some orders of a worker (or all) have sent stays behind."""
+        """The bytes of some orders of a worker (or of all) stay behind."""
         for order in [*worker.orders, *worker.active] if orders is None else orders:
             if self.is_open(worker.paths[order.order]):
                 self.on_their_way.add((owner_of(order), worker.paths[order.order]))
@@ -269,7 +269,7 @@ class World(SimulatedCalls):
     # ------------------------------------------------------------------ a room that nobody disturbs
 
     def calls(self, stage: str, owner: Owner, tokens: int) -> list[Callable[[], object]]:
-        """What users and engines call to bring a room from the stage before to this one."""
+        """Calls of users and engines that bring a room from the stage before to this one."""
         room = owner.room
         prefill, decode = sorted(self.prefill.engines.names), sorted(self.engines.names)
         return {

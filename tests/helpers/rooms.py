@@ -71,7 +71,7 @@ DECODE_LIMITS = DaemonTimeouts(
     pages_s=10, handshake_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50, room_keep_s=300
 )
 TOKENS = 2 * PAGE
-"""Of the prompt of most rooms."""
+"""Tokens of the prompt of most rooms."""
 PREFILL, DECODE = "aaaa000000000001", "dddd000000000001"
 """Incarnations."""
 
@@ -126,13 +126,13 @@ def welcome_of(incarnation: str = PREFILL, **fields) -> Welcome:
 
 
 def full_amounts(prompt_tokens: int, prefix_tokens: int = 0) -> Amounts:
-    """What one writer of everything reports to a decode node of one rank."""
+    """Return the report of one writer of everything to a decode node of one rank."""
     rows = all_rows(GEOMETRY, Demand(GEOMETRY, [manifest()]), prompt_tokens, prefix_tokens)
     return {kind: Amount(lane_rows=count, bytes=count) for kind, count in rows.items()}
 
 
 def all_rows(geometry: ModelGeometry, demand: Demand, prompt_tokens: int, prefix_tokens: int = 0) -> LaneRows:
-    """What all writers of a request report together."""
+    """Return the reports of all writers of a request."""
     live = {part.kind: part.live_rows(prompt_tokens, prefix_tokens).count for part in geometry.components}
     return {kind: live[kind] * lanes for kind, lanes in demand.lanes().items()}
 
@@ -207,7 +207,7 @@ class FakeEngines:
     def __init__(self, *names: str) -> None:
         self.names = set(names)
         self.ranks: dict[str, tuple[Rank, ...]] = {}
-        """Of each that was asked about: one of its own, unless a test says otherwise."""
+        """For each that was asked about: one of its own, unless a test says otherwise."""
         self.events: list[RoomEvent] = []
 
     def push(self, event: RoomEvent) -> None:
@@ -276,7 +276,7 @@ def pages_in(book: PageBook, state: PageState) -> int:
 
 @dataclass(frozen=True)
 class EngineVerbs:
-    """The verbs of engines on the rooms of a node, carried out as its API does. What is left out is what most tests say."""
+    """The verbs of engines on the rooms of a node, carried out as its API does. The defaults are those of most tests."""
 
     rooms: PrefillRooms | DecodeRooms
     ranks: tuple[Rank, ...] = (R0,)

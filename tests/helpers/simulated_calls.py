@@ -1,4 +1,4 @@
-"""What engines do in `room_simulation`: they write and read pages, say so to their node, and call or die when they like."""
+"""The engines of `room_simulation`: they write and read pages, say so to their node, and call or die when they like."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pages of two nodes hold, by page key or by owner, and the pages of engines that bring their own."""
+"""The contents of the pages of two nodes, by page key or by owner, and the pages of engines that bring their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keys_of(owner: Owner, tokens: int) -> Keys:
 
 
 def label(owner: Owner, keys: Sequence[bytes], page: int) -> Label:
-    """What the whole page, or the last one, of an owner's prompt holds."""
+    """The content of a whole page, or of the last one, of an owner's prompt."""
     return keys[page] if page < len(keys) else (owner, page)
 
 

@@ -101,7 +101,7 @@ class Worker:
     """Epochs of the endpoints of the decode node; None while it is not connected."""
     closing: set[Owner] = field(default_factory=set)
     memory: tuple[Memory, Memory] = field(default_factory=lambda: ({}, {}))
-    """What its pages hold, and those that it writes."""
+    """The contents of its pages, and of those that it writes."""
     arrived: Counter[Owner] = field(default_factory=Counter)
     """The digest of what it has sent of each room that asks for one, as far as it has arrived."""
 

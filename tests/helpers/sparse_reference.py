@@ -1,6 +1,6 @@
 """The model alone, in the arithmetic of sparse decode: whole caches, and attention over the selected entries only.
 
-`kvbridge.demo.engines` says why logits are compared bit by bit and why one sum is taken in the order of sparse decode. That sum is
+`kvbridge.demo.engines` says why logits are compared bit by bit and why one sum is taken in the order of sparse decode. The sum is
 the dense model's but for rounding: the dense model sums over all entries with a bias of -inf, so with the weight zero, for all but
 its window and the entries that its indexer selected. Every step checks that its bias is open at exactly these places.
 """

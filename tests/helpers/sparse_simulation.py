@@ -129,7 +129,7 @@ class SparseSimulation:
         self.requests: dict[int, PlainRequest] = {}
         self.serial = 0
         self.answers: list[np.ndarray] = []
-        """What swap_in answered in the last step, layer by layer."""
+        """Answers of swap_in in the last step, layer by layer."""
 
     # ------------------------------------------------------------------ verbs
 

@@ -68,7 +68,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a request's pages hold against what belongs there."""
+    """A comparison of a request's pages with the right bytes."""
 
     checked_bytes: int
     wrong_bytes: int

@@ -1,4 +1,4 @@
-"""What the byte-exact tests share: one second process for all of them, and connected nodes by parameter; and the shared cluster."""
+"""Shared by the byte-exact tests: one second process for all of them, and connected nodes by parameter; and the shared cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def rooms_of_a_failed_test(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a test that has failed leaves on a cluster that others use is not their failure, too."""
+    """End the rooms that a failed test leaves on a shared cluster: they are not the failure of the next test."""
     shared = next((name for name in ("live", "tiers") if name in request.fixturenames), "")
     found, failed = request.getfixturevalue(shared) if shared else None, request.session.testsfailed
     yield
@@ -63,6 +63,6 @@ def endpoints() -> Iterator[LiveCluster]:
 
 @pytest.fixture
 def live(endpoints: LiveCluster) -> Iterator[LiveCluster]:
-    """That cluster for one test, which has engines of its own. Files with a cluster of their own define another `live`."""
+    """The same cluster for one test, which has engines of its own. Files with a cluster of their own define another `live`."""
     yield endpoints
     endpoints.detach()

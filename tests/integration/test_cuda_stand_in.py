@@ -1,7 +1,7 @@
 """Whole daemons with `device: cuda`, where a stand-in takes CUDA's place: what nodes, workers and engines do about device memory.
 
-The engine is this process. It looks at device memory as at host memory, since that is what it is here. What a real GPU adds
-is in `tests/gpu/test_cuda_daemons.py`.
+The engine is this process. It looks at device memory as at host memory, since that is what it is here. Tests of a
+real GPU are in `tests/gpu/test_cuda_daemons.py`.
 """
 
 from __future__ import annotations

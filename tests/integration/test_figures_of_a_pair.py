@@ -1,4 +1,4 @@
-"""What a real pair says of itself in metrics and logs, compared with what went over and with how long it took."""
+"""Metrics and logs of a real pair, compared with the bytes that went over and with the time."""
 
 from __future__ import annotations
 

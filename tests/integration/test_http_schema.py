@@ -30,7 +30,7 @@ from tests.helpers.live_rooms import LiveCluster, http, live_cluster
 pytestmark = pytest.mark.thorough
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
-"""Of each operation, right ones and wrong ones each."""
+"""For each operation: right requests and wrong ones."""
 CHECKS = [
     checks.response_schema_conformance,
     checks.status_code_conformance,

@@ -1,4 +1,4 @@
-"""What a test leaves in its process is found, and told so that it can be looked for."""
+"""Leftovers of a test in its process are found, and named so that one can look for them."""
 
 from __future__ import annotations
 

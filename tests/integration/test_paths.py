@@ -75,7 +75,7 @@ class Stage:
         return [problem for problem in status(self.running.prefill)["problems"] if problem["what"] == "path lost"]
 
     def paths(self) -> tuple[str, str]:
-        """What prefill reaches decode by, and what it could."""
+        """Return the paths by which prefill reaches decode, and those by which it could."""
         [peer] = status(self.running.prefill)["peers"]
         return "".join(peer["transports"][RANK]), "".join(peer["standby"].get(RANK, ()))
 

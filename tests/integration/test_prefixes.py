@@ -88,7 +88,7 @@ def test_what_is_retained_is_there_when_others_have_come_meanwhile(live: LiveClu
 
 
 def test_the_answer_is_there_for_the_next_turn(live: LiveCluster) -> None:
-    """What decode appended is the engine's own rows: written here as the next prompt has them."""
+    """Decode appended the engine's own rows: written here as the next prompt has them."""
     talk = Conversation(live, 302)
     turn = talk.turn(PAGE + 40, more=2 * PAGE)
     turn.compute()

@@ -14,7 +14,7 @@ from tests.run import Suite, environment, run_suite
 
 
 def python(script: str, limit_s: float = 60.0) -> list[str]:
-    """What is wrong with a suite."""
+    """Return the problems of a suite."""
     return run_suite("it", [sys.executable, "-c", script], environment(1, "unit"), limit_s).problems
 
 

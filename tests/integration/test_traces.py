@@ -102,7 +102,7 @@ def exported(live: LiveCluster) -> float:
 
 
 def lines(live: LiveCluster, room: int) -> list[dict[str, str]]:
-    """What the three daemons have logged of a room's end and of its admission."""
+    """Return the log lines of the three daemons about a room's admission and its end."""
     found = [line for daemon in live.cluster.all() for line in daemon.log_path.read_text().splitlines() if "{" in line]
     return [line for line in map(json.loads, found) if line.get("room") == room and line["event"] == "room_ended"]
 

@@ -60,7 +60,7 @@ class Vllm:
         self.unfilled: list[int] = []
 
     def step(self) -> None:
-        """What vLLM does, in its order."""
+        """The calls of vLLM, in its order."""
         self.scheduler.look()
         said = self.scheduler.step()
         for worker in self.workers:
@@ -80,7 +80,7 @@ class Vllm:
         self.scheduler.close()
 
     def blocks(self, *ids: int) -> torch.Tensor:
-        """Of all layers and all heads: [layers, blocks, heads, tokens, content]."""
+        """For all layers and all heads: [layers, blocks, heads, tokens, content]."""
         held = [torch.stack([tensor[list(ids)] for tensor in cache.values()]) for cache in self.caches]
         return torch.cat(held, dim=2).view(torch.int16)
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # a pair of daemons is started up to thre
 
 
 def instance(role: Role) -> str:
-    """Of this process of the tests alone: kept pools are found by it."""
+    """For this process of the tests alone: kept pools are found by it."""
     return f"warm-{role}-{os.getpid()}"
 
 

@@ -36,7 +36,7 @@ LEFT_OUT = {"demo", "__main__", "doctor", "cli"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one edit."""
+    """The verdict on one edit."""
 
     edit: Edit
     end: str

@@ -56,7 +56,7 @@ LABELS = {"job", "instance", "le", "alertname", "alertstate", "severity"} | {
     label for spec in METRICS for label in spec.labels
 }
 GRAFANA = {"$__rate_interval": "1m", "$__range": "1m", **dict.fromkeys(("$instance", "$role", "$peer", "$space"), ".+")}
-"""What Grafana puts in the place of its variables."""
+"""Grafana's values for its variables."""
 
 
 def promtool(*arguments: str) -> None:

@@ -111,7 +111,7 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def text(self, selector: str) -> str:
-        """What a reader sees of an element; empty when there is none."""
+        """Return the visible text of an element; empty when there is none."""
         return str(
             self.js(
                 "return document.querySelector(arguments[0])?.innerText ?? document.querySelector(arguments[0])?.textContent ?? ''",
@@ -149,11 +149,11 @@ class Browser:
         self.until("a live page", lambda: self.text("#connection") == "live")
 
     def errors(self) -> list[str]:
-        """What the console has been told since the last call, but for advice."""
+        """Return the console's lines since the last call, but for advice."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in {"SEVERE", "WARNING"}]
 
     def axe(self) -> list[str]:
-        """What axe-core finds wrong, for readers with and without a screen: each rule and the first element."""
+        """Return the findings of axe-core, for readers with and without a screen: each rule and the first element."""
         self.js(AXE.read_text())
         script = """
           const told = (v) => `${v.id}: ${v.help}: ${v.nodes[0].html} (${v.nodes[0].failureSummary})`;

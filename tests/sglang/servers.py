@@ -63,7 +63,7 @@ class Plan:
     """`prefill`, `decode`, or '' for both in one."""
     backend: str = "kvbridge"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of kvbridge's node."""
+    """Settings of kvbridge's node."""
     arguments: tuple[str, ...] = ()
     page_tokens: int = PAGE_TOKENS
     shape: str = "tiny"

@@ -1,4 +1,4 @@
-"""What an engine author imports: complete, and shown by scripts and by test engines that use nothing else."""
+"""The imports of an engine author: complete, and shown by scripts and by test engines that use nothing else."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ RING_ROWS = 2 * SLOTS
 SETS = 3
 """Prepared selections, which take turns."""
 AGE_SHARES = (1 / 8, 7 / 32, 7 / 32, 7 / 32, 7 / 32)
-"""Of the slots, by the generation in which they were used last; the last share is older than all that are remembered."""
+"""Shares of the slots, by the generation of their last use; the last share is older than all that are remembered."""
 CHECKED_ROWS = 65_536
 """Rows that are compared at once."""
 

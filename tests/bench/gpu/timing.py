@@ -254,7 +254,7 @@ LEAST_MEAN = 2.0
 LEAST_OF_LINK = 0.85
 Case = dict[str, Any]
 Row = tuple[str, float, str, str]
-"""What, measured, the budget, whether it is met."""
+"""Name, measured value, budget, and whether it is met."""
 
 
 def with_budgets(cases: Sequence[Case], rows: Iterable[Row]) -> str:

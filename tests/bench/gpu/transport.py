@@ -48,7 +48,7 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Told:
-    """What the writer is told once: the target's endpoint, and where its pool begins."""
+    """The writer's facts, told once: the target's endpoint, and where its pool begins."""
 
     endpoint: Endpoint
     address: int

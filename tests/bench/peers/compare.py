@@ -52,7 +52,7 @@ SHAPES = (
 )
 ONE_PAGE_BUDGET = 2.0
 FEW_PAGES, FEW_ROOMS = 16, 4
-"""Of the pair that sends single pages only."""
+"""The pair that sends single pages only."""
 
 
 def sglang_pages(tokens: int, run: int, rng: np.random.Generator) -> tuple[Pages, Pages]:

@@ -27,7 +27,7 @@ from tests.helpers.live_rooms import check_rows, control_of
 
 MODEL = "deepseek-v4-flash"
 LAYOUT = str(PrefillPools.model_fields["device_layout"].default)
-"""What a node has unless it is told otherwise."""
+"""The defaults of a node."""
 PAGE_TOKENS = preset(MODEL).tokens_per_page
 CHUNK_TOKENS = 8192
 LIMIT_S = 60.0
@@ -44,7 +44,7 @@ class Crossed:
     bytes: int
     operations: int
     pages_in_a_run: float
-    """Of the prompt's pages, on both sides at once."""
+    """Pages of the prompt, on both sides at once."""
 
 
 @contextmanager
@@ -186,7 +186,7 @@ class _Router:
 
 
 def _pages_in_a_run(source: Tables, destination: Tables) -> float:
-    """Of a prompt's pages, C4's on decode's host."""
+    """Pages of a prompt; those of C4 are on decode's host."""
     places = [source[IndexSpace.FULL].ids, destination[IndexSpace.HOST].ids]
     together = np.logical_and(*(np.diff(each[: len(places[0])]) == 1 for each in places))
     return len(places[0]) / (1 + int((~together).sum()))

@@ -4,7 +4,7 @@ Its pools have the sizes and the order that SGLang has for DeepSeek-V4-Flash. It
 kvbridge (`make bench-peers`), so it imports nothing of this repository, and nothing of SGLang is copied here.
 
 Started as `sglang_end.py ROLE BOOTSTRAP_PORT PAGES`. Every line of standard input is a command as JSON, every line of standard
-output its answer. What SGLang prints goes to standard error.
+output its answer. SGLang prints to standard error.
 
 Times are of the system's monotonic clock, which all processes share. SGLang's scheduler asks `poll` once in each of its turns, as
 fast as it can; here a turn sleeps `POLL_S`, which leaves the cores to the threads that send.
@@ -48,11 +48,11 @@ from sglang.srt.runtime_context import get_context, get_parallel  # noqa: E402
 ADDRESS = f"127.0.0.1:{PORT}"
 PAGE_TOKENS = 256
 KV_BYTES = (37_440,) * 21 + (8_448,) * 21 + (1_728,) * 20
-"""Of a page: the C4 layers' rows, their indexers', the C128 layers'."""
+"""Bytes of a page: the C4 layers' rows, their indexers', the C128 layers'."""
 WINDOW_BYTES = (149_760,) * 43 + (65_536,) * 21 + (16_384,) * 21
-"""Of a page of windows: each layer's rows, the states of the C4 layers, those of their indexers."""
+"""Bytes of a page of windows: each layer's rows, the states of the C4 layers, those of their indexers."""
 REQUEST_BYTES = (524_288,) * 20
-"""Of a request: the states of the C128 layers. Not sent when a prompt ends with a page."""
+"""Bytes of a request: the states of the C128 layers. Not sent when a prompt ends with a page."""
 WINDOWS, REQUESTS = 4, 2
 POLL_S = 0.0001
 LIMIT_S = 60.0

@@ -18,7 +18,7 @@ from tests.helpers.local_servers import free_ports
 END = Path(__file__).with_name("sglang_end.py")
 START_S, CALL_S = 600.0, 120.0
 CHUNK_PAGES = 32
-"""Of 8,192 tokens, as both engines publish by default."""
+"""A chunk of 8,192 tokens, as both engines publish by default."""
 WINDOW = 1
 
 Pages = list[int]

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 needs to run its own transfer on a processor: a plugin of the environment of tests, for all its servers."""
+"""Changes that SGLang 0.5.23 needs to run its own transfer on a processor: a plugin for all servers of the tests."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_rooms_with_one_prefix_have_the_same_bytes_there_and_others_everywhere_e
 
 @pytest.mark.parametrize("tokens", [100, 2 * PAGE, 2 * PAGE + 1])
 def test_the_same_prompt_in_two_rooms(tokens, monkeypatch):
-    """What ends with a page is the same in both, as a checkpoint of one serves the other; what does not is each room's own."""
+    """Bytes that end with a page are the same in both, as a checkpoint of one serves the other; other bytes are each room's own."""
     monkeypatch.setattr(synthetic, "MOST_NAMED", 100_000)
     keys = keys_of((1, tokens))
     found = wrong(filled(1, tokens, keys), room=2, tokens=tokens, keys=keys)

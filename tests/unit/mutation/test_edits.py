@@ -33,7 +33,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def added(edit: Edit, number: int) -> tuple[int, list[int]]:
-    """What the edited code makes of a number."""
+    """Return the edited code's result for a number."""
     names: dict[str, object] = {}
     exec(edited(edit), names)
     counter, seen = names["Counter"](), []  # type: ignore[operator]
