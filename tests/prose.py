@@ -32,7 +32,7 @@ def main() -> int:
         for file in sorted((ROOT / folder).rglob("*.py"))
         for line, begin in hanging_sentences(file.read_text())
     ]
-    print(*found, sep="\n")
+    sys.stdout.writelines(f"{line}\n" for line in found)
     return bool(found)
 
 
