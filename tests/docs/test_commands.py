@@ -27,6 +27,7 @@ REASONS = {
     "it needs a container engine": "what images do is run in tests/deploy/test_images.py",
     "it needs a node that keeps prefixes": "they are dropped in tests/integration/test_prefixes.py",
     "it needs vLLM": "servers that behave as its do are behind the router in tests/integration/router/test_exchanges.py",
+    "it needs SGLang": "real servers are started with these options in tests/sglang",
     "it needs Kubernetes": "the overlays are rendered and checked in tests/deploy/test_kubernetes.py",
 }
 """Why a block may be not run, and what is tested in its place."""

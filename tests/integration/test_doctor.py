@@ -44,7 +44,7 @@ def test_a_pair_that_runs_is_found_reached_and_not_disturbed() -> None:
         ((level, what),) = said_by("reach.control", findings)
         assert level == "fine"
         assert "prefill-0/node-0" in what
-        assert "handshake in the clear" in what
+        assert "handshake not encrypted" in what
         ((level, what),) = said_by("reach.peers", findings)
         assert (level, "prefill-0/node-0" in what) == ("fine", True)
         assert refused(live) == ""
