@@ -48,7 +48,7 @@ from kvbridge.telemetry.logs import leave_standard_output
 
 log = structlog.get_logger(__name__)
 
-SPACES = {StateType.SWA: IndexSpace.SWA}
+SPACES = {StateType.SWA: IndexSpace.SWA, StateType.DSV4_REQUEST_STATE: IndexSpace.REQUEST}
 """The index space of each kind of state pages."""
 
 
@@ -80,7 +80,13 @@ class KvbridgeManager(BaseKVManager):
         self.page_tokens = args.page_size
         self.enable_all_cp_ranks_for_transfer = False
         self.instance = instance = read_instance(role, server_args, get_parallel(), version=sglang.__version__)
-        pools = read_pools(args, queue.token_to_kv_pool, window=getattr(queue.scheduler, "sliding_window_size", 0) or 0)
+        scheduler = queue.scheduler
+        pools = read_pools(
+            args,
+            queue.token_to_kv_pool,
+            window=getattr(scheduler, "sliding_window_size", 0) or 0,
+            config=scheduler.model_config.hf_text_config.to_dict(),
+        )
         ranks = _told_by_all(instance, pools)
         cache = instance_geometry(
             ranks,
@@ -305,6 +311,8 @@ def _state_tables(manager: KvbridgeManager, indices: list[Any] | None, tokens: i
     """Return the pages of windows and states, which SGLang names in the order of its state types."""
     return {
         SPACES[kind]: last_pages(SPACES[kind], np.asarray(ids, dtype=np.int32), tokens, manager.page_tokens)
+        if SPACES[kind] is IndexSpace.SWA
+        else PageTable(SPACES[kind], np.asarray(ids, dtype=np.int32))
         for kind, ids in zip(manager.kv_args.state_types, indices or (), strict=False)
         if kind in SPACES and ids is not None
     }

@@ -2,6 +2,10 @@
 
 SGLang registers a list of addresses: first all keys, then all values. The heads of a token lie together in a page.
 A key and a value of a layer have the same form, so they are the two layers `2 * layer` and `2 * layer + 1` of one component.
+
+DeepSeek-V4's buffers are ordered by kind: `get_contiguous_buf_infos` lists the C4 rows, their indexer keys and the C128 rows,
+`get_state_buf_infos` the windows, the C4 states and the indexer's states, `get_request_state_buf_infos` the C128 states. The
+model's configuration describes the same components. The geometry comes from the configuration, and the sizes are compared.
 """
 
 from __future__ import annotations
@@ -13,12 +17,14 @@ from typing import Any
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.engine.kit.node import refuse
 from kvbridge.engine.kit.tensors import InstanceCache
 
-LATENT = frozenset({ComponentKind.MLA_KV})
-"""Kinds of which every rank has the same bytes; of the others each rank has its heads."""
+SHARDED = frozenset({ComponentKind.MHA_KV, ComponentKind.SWA_KV})
+"""Kinds of which each rank has its heads, unless the model has one head; of the others every rank has the same bytes."""
+C4_RATIO, C128_RATIO = 4, 128
 
 
 class Buffer(FrozenModel):
@@ -41,6 +47,8 @@ class RankPools:
     """`cpu`, or `cuda:N`."""
     window: int = 0
     """Tokens of a sliding window; 0 without one."""
+    config: Mapping[str, Any] | None = None
+    """The model's `config.json`, where the geometry comes from it: DeepSeek-V4."""
 
     def layers(self, kind: ComponentKind) -> tuple[int, ...]:
         """Return the layers of a kind that this rank has, ascending."""
@@ -58,15 +66,26 @@ class RankPools:
         return found[0]
 
 
-def read_pools(args: Any, pool: Any, *, window: int) -> RankPools:
-    """Read SGLang's KVArgs and the pool that they describe. Raises UnsupportedError for a pool that is not served yet."""
+def read_pools(args: Any, pool: Any, *, window: int, config: Mapping[str, Any]) -> RankPools:
+    """Read SGLang's KVArgs and the pool that they describe.
+
+    `window`: tokens of the model's sliding window. `config`: the model's configuration. Raises UnsupportedError for a pool that is
+    not served yet.
+    """
     device = str(pool.device)
     return RankPools(
         page_tokens=args.page_size,
         buffers=tuple(_buffers(args, pool)),
         device=f"cuda:{args.gpu_id}" if device.startswith("cuda") else "cpu",
         window=window if "SWA" in _states(args) else 0,
+        config=config if _is_v4(pool) else None,
     )
+
+
+def _is_v4(pool: Any) -> bool:
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool  # noqa: PLC0415 - only under SGLang
+
+    return isinstance(pool, DeepSeekV4TokenToKVPool)
 
 
 def _states(args: Any) -> tuple[str, ...]:
@@ -81,6 +100,9 @@ def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
         refuse("speculative decoding keeps a second KV cache: leave --speculative-algorithm out")
     kv = list(zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True))
     states = _states(args)
+    if _is_v4(pool):
+        yield from _v4_buffers(args, pool, kv)
+        return
     match pool:
         case MHATokenToKVPool() if not states:
             yield from _pairs(ComponentKind.MHA_KV, _own_layers(pool), kv)
@@ -93,6 +115,32 @@ def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
         case _:
             with_states = f" with the states {', '.join(states)}" if states else ""
             refuse(f"SGLang's pool {type(pool).__name__}{with_states} is not served yet")
+
+
+def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
+    stage, ratios = range(pool._stage_start, pool._stage_end), pool.compression_ratios
+    if pool._unified_kv or pool.uniform_fp8 or {*ratios} - {0, C4_RATIO, C128_RATIO}:
+        refuse(f"DeepSeek-V4's pool has the layout {pool.pd_kv_layout()}, of which only the paged fp8 one is served")
+    c4, c128 = ([layer for layer in stage if ratios[layer] == ratio] for ratio in (C4_RATIO, C128_RATIO))
+    states = {
+        state.name: list(zip(*of_state, strict=True))
+        for state, *of_state in zip(
+            args.state_types, args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
+        )
+    }
+    kinds = {
+        "": ((ComponentKind.C4_KV, c4), (ComponentKind.C4_INDEXER, c4), (ComponentKind.C128_KV, c128)),
+        "SWA": ((ComponentKind.SWA_KV, stage), (ComponentKind.C4_STATE, c4), (ComponentKind.C4_INDEXER_STATE, c4)),
+        "DSV4_REQUEST_STATE": ((ComponentKind.C128_STATE, c128),),
+    }
+    if unknown := sorted(states.keys() - kinds.keys()):
+        refuse(f"DeepSeek-V4's pool has the states {', '.join(unknown)}, which are not served yet")
+    for name, entries in {"": kv, **states}.items():
+        expected = [(kind, layer) for kind, layers in kinds[name] for layer in layers]
+        if len(entries) != len(expected):
+            refuse(f"DeepSeek-V4's pool registers {len(entries)} buffers of {name or 'KV'} for {len(expected)} layers")
+        for (kind, layer), entry in zip(expected, entries, strict=True):
+            yield _buffer(kind, layer, entry)
 
 
 def _own_layers(pool: Any) -> range:
@@ -138,9 +186,13 @@ def instance_geometry(
             (one.kind, one.layer, one.page_bytes) for one in known.buffers
         ]:
             refuse(f"rank {rank} has other buffers than the first rank of its pipeline stage")
-    components = tuple(
-        _component(kind, tuple(layer for stage in stages.values() for layer in stage.layers(kind)), first, tp_size)
-        for kind in first.kinds
+    components = (
+        _v4_components(first)
+        if first.config is not None
+        else tuple(
+            _component(kind, tuple(layer for stage in stages.values() for layer in stage.layers(kind)), first, tp_size)
+            for kind in first.kinds
+        )
     )
     starts = [min(buffer.layer for buffer in stage.buffers) for stage in stages.values()]
     if starts != sorted(starts):
@@ -157,6 +209,17 @@ def instance_geometry(
     )
 
 
+def _v4_components(pools: RankPools) -> tuple[Component, ...]:
+    """Return the components of DeepSeek-V4's production form. Raises UnsupportedError when SGLang's pages have other sizes."""
+    assert pools.config is not None
+    form = geometry_from_config(pools.config, encoding=Encoding.FP8_V4, tokens_per_page=pools.page_tokens)
+    for kind in pools.kinds:
+        ours, theirs = form.component(kind).page_bytes(), pools.page_bytes(kind)
+        if ours != theirs:
+            refuse(f"{kind}: SGLang's pages have {theirs} bytes, those of the model's published form {ours}")
+    return form.components
+
+
 def _component(kind: ComponentKind, layers: tuple[int, ...], pools: RankPools, tp_size: int) -> Component:
     row_bytes, rest = divmod(pools.page_bytes(kind), pools.page_tokens)
     if rest:
@@ -170,7 +233,7 @@ def _component(kind: ComponentKind, layers: tuple[int, ...], pools: RankPools, t
         row_parts_bytes=(row_bytes,),
         slots_per_page=pools.page_tokens,
         rows_per_logical_page=pools.page_tokens,
-        lanes=1 if kind in LATENT else tp_size,
+        lanes=tp_size if kind in SHARDED else 1,
     )
     if kind is not ComponentKind.SWA_KV:
         return grows
@@ -193,8 +256,8 @@ def rank_regions(geometry: ModelGeometry, pools: RankPools, rank: Rank) -> list[
             page_count=buffer.page_count,
             page_bytes=buffer.page_bytes,
             page_stride_bytes=buffer.page_bytes,
-            lane_start=0 if buffer.kind in LATENT else rank.tp,
-            lane_stop=1 if buffer.kind in LATENT else rank.tp + 1,
+            lane_start=rank.tp if geometry.component(buffer.kind).lanes > 1 else 0,
+            lane_stop=rank.tp + 1 if geometry.component(buffer.kind).lanes > 1 else 1,
         )
         for buffer in pools.buffers
     ]
