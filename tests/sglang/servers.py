@@ -69,6 +69,22 @@ class Plan:
     shape: str = "tiny"
 
 
+def environment() -> dict[str, str]:
+    """Return the variables of every process of SGLang's environment."""
+    found = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(HERE / "eased"), str(ROOT))),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "HOST_IP": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    found.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile SGLang again, for minutes
+    return found
+
+
 class Server:
     """A running SGLang. `wait_ready` before anything is asked."""
 
@@ -91,7 +107,7 @@ class Server:
             self._process = subprocess.Popen(
                 command,
                 cwd=setup.directory,
-                env=self._environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings)},
+                env=environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -110,22 +126,6 @@ class Server:
         return found + (
             ["--disaggregation-decode-retraction-backup", "cpu_tensor"] if self.plan.mode == "decode" else []
         )
-
-    @staticmethod
-    def _environment() -> dict[str, str]:
-        path = os.pathsep.join((str(HERE / "eased"), str(ROOT)))
-        found = {
-            **os.environ,
-            "PYTHONPATH": path,
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "SGLANG_HOST_IP": "127.0.0.1",
-            "HOST_IP": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "MC_LOG_LEVEL": "ERROR",
-        }
-        found.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile SGLang again, for minutes
-        return found
 
     def wait_ready(self) -> None:
         """Wait until it answers. Raises AssertionError with the end of its log."""
