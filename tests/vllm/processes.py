@@ -63,8 +63,8 @@ def frozen(processes: list[psutil.Process]) -> Iterator[None]:
 
 def end(processes: list[psutil.Process], *, grace_s: float = 0.0) -> None:
     """End processes that were told to, after a while with SIGKILL. Waits for that. Raises AssertionError when one is not."""
-    send(signal.SIGCONT, processes)
-    if grace_s:
+    if grace_s:  # a stopped process that is killed must not go on for a moment before
+        send(signal.SIGCONT, processes)
         psutil.wait_procs(processes, timeout=grace_s)
     left = [process for process in processes if process.is_running()]
     send(signal.SIGKILL, left)
