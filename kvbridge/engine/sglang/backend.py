@@ -110,7 +110,7 @@ class KvbridgeManager(BaseKVManager):
             stack.callback(attachment.close)
             attachment.begin()
             attachment.wait(START_S)
-            self.rooms = Rooms(attachment, leads=instance.leads)
+            self.rooms = Rooms(attachment, leads=instance.leads, ends=self._worker.ends)
             self.rooms.look()
             self.prefill_info_table = PrefillServers() if role is Role.DECODE else {}
             self._closing = stack.pop_all()
@@ -160,7 +160,29 @@ def _group_node(instance: Instance, node: Node) -> GroupNode | None:
     )
 
 
-class KvbridgeSender(BaseKVSender):
+class _OneRoom:
+    """The part that senders and receivers share: the room of one request."""
+
+    kv_mgr: KvbridgeManager
+    _room: SentRoom | FetchedRoom
+
+    def poll(self) -> int:
+        self.kv_mgr.rooms.look()
+        return self._room.poll
+
+    poll_pp_consensus = poll
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        return _metric(self._room.event)
+
+    def failure_exception(self) -> None:
+        raise TransferError(self._room.reason or "it has not failed")
+
+    def clear(self) -> None:
+        self.kv_mgr.rooms.forget(self._room)
+
+
+class KvbridgeSender(_OneRoom, BaseKVSender):
     """The room of one request on prefill."""
 
     def __init__(
@@ -171,7 +193,7 @@ class KvbridgeSender(BaseKVSender):
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self.kv_mgr = mgr
-        self._room = SentRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
+        self._room: SentRoom = SentRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
         self._aux_index = 0
         if bootstrap_room:
             self._room.hold()
@@ -198,28 +220,13 @@ class KvbridgeSender(BaseKVSender):
             tables |= _state_tables(self.kv_mgr, state_indices, room.prompt.tokens)
         room.publish(tokens, tables, self.kv_mgr.metadata.read(self._aux_index) if is_last else None)
 
-    def poll(self) -> int:
-        self.kv_mgr.rooms.look()
-        return self._room.poll
-
-    poll_pp_consensus = poll
-
-    def get_transfer_metric(self) -> KVTransferMetric:
-        return _metric(self._room.event)
-
-    def failure_exception(self) -> None:
-        raise TransferError(self._room.reason or "it has not failed")
-
-    def clear(self) -> None:
-        self.kv_mgr.rooms.forget(self._room)
-
     def abort(self) -> None:
         self.kv_mgr.rooms.give_up(self._room, "prefill's request was aborted")
         self._room.fail("the request was aborted")
         self.clear()
 
 
-class KvbridgeReceiver(BaseKVReceiver):
+class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
     """The room of one request on decode."""
 
     require_staging = False
@@ -229,7 +236,7 @@ class KvbridgeReceiver(BaseKVReceiver):
     def __init__(self, mgr: KvbridgeManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr = mgr
         self._addr = bootstrap_addr
-        self._room = FetchedRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
+        self._room: FetchedRoom = FetchedRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
         self._aux_index: int | None = None
         if not bootstrap_room:
             self._room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
@@ -274,23 +281,8 @@ class KvbridgeReceiver(BaseKVReceiver):
         if self._aux_index is not None:
             self.kv_mgr.metadata.write(self._aux_index, data)
 
-    def poll(self) -> int:
-        self.kv_mgr.rooms.look()
-        return self._room.poll
-
-    poll_pp_consensus = poll
-
-    def get_transfer_metric(self) -> KVTransferMetric:
-        return _metric(self._room.event)
-
-    def failure_exception(self) -> None:
-        raise TransferError(self._room.reason or "it has not failed")
-
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Nothing is written any more once `poll` says Failed."""
-
-    def clear(self) -> None:
-        self.kv_mgr.rooms.forget(self._room)
 
     def abort(self) -> None:
         """Give the room up. `poll` says Failed when nobody writes to its pages any more: at its last event."""

@@ -1,4 +1,4 @@
-"""Which nodes a prefill server has: a small HTTP directory in the server's launcher, and its readers in decode's schedulers."""
+"""The nodes of a prefill server: a small HTTP directory in the server's launcher, and its readers in decode's schedulers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import structlog
-from pydantic import ValidationError
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
@@ -25,6 +24,8 @@ LOOK_S = 1.0
 FORGET_S = 600.0
 """A prefill server that no request has named for so long is not asked any more."""
 BODY_BYTES = 1 << 16
+_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+"""Nodes are reached without a proxy, whatever the environment names."""
 
 
 class GroupNode(FrozenModel):
@@ -54,11 +55,16 @@ class NodeDirectory:
         nodes: dict[int, GroupNode] = {}
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = ASK_S
+
             def do_PUT(self) -> None:
-                size = int(self.headers.get("Content-Length") or 0)
+                if self.client_address[0] != self.connection.getsockname()[0]:
+                    self._answer(403, {"error": "nodes of this prefill server register from its own host only"})
+                    return
                 try:
+                    size = int(self.headers.get("Content-Length") or 0)
                     node = GroupNode.model_validate_json(self.rfile.read(min(size, BODY_BYTES)))
-                except ValidationError as error:
+                except ValueError as error:
                     self._answer(400, {"error": str(error)})
                     return
                 nodes[node.dp_rank] = node
@@ -106,7 +112,7 @@ class Announcement:
                     f"{self._url}{PATH}", data=node.model_dump_json().encode(), method="PUT"
                 )
                 try:
-                    urllib.request.urlopen(request, timeout=ASK_S).close()  # noqa: S310
+                    _open(request, timeout=ASK_S).close()
                     why_not = ""
                 except OSError as error:
                     if str(error) != why_not:
@@ -154,7 +160,7 @@ class PrefillServers(dict[str, PrefillServer]):
 
     def _ask(self, address: str) -> None:
         try:
-            with urllib.request.urlopen(f"http://{address}{PATH}", timeout=ASK_S) as answer:
+            with _open(f"http://{address}{PATH}", timeout=ASK_S) as answer:
                 self[address] = PrefillServer.model_validate_json(answer.read())
             self._why_not.pop(address, None)
         except (OSError, ValueError) as error:

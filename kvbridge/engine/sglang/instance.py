@@ -97,6 +97,8 @@ def _bracketed(host: str) -> str:
 
 def _require_supported(arguments: Any, parallel: Any) -> None:
     """Refuse what a transfer cannot serve, with the way out."""
+    if parallel.attn_tp_size * parallel.pp_size > 1:
+        refuse("a server has one rank so far: leave --tp-size and --pp-size at 1, or split by data parallelism")
     if parallel.attn_cp_size > 1:
         refuse(
             "context parallelism spreads the tokens of a page over ranks: leave --attention-context-parallel-size at 1"

@@ -25,6 +25,7 @@ from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, P
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.transfers import LAST_EVENTS
+from kvbridge.engine.memory import WorkerEnd
 
 log = structlog.get_logger(__name__)
 
@@ -107,13 +108,26 @@ class Room:
     def succeed(self, event: RoomEvent) -> None:  # noqa: ARG002 - decode reads the metadata from it
         self.state = Poll.SUCCESS
 
+    def lose(self, node: str) -> None:  # noqa: ARG002 - decode waits for the end of its writers
+        """The node is gone. Late readers of pages do no harm: the room never commits."""
+        self.fail(NODE_ENDED)
+
+    def closed(self, nodes: set[str]) -> None:
+        """This rank moves nothing any more for these incarnations of the node."""
+
 
 class Rooms:
     """The rooms of one rank."""
 
-    def __init__(self, attachment: NodeAttachment, *, leads: bool) -> None:
+    def __init__(
+        self, attachment: NodeAttachment, *, leads: bool, ends: Callable[[], Sequence[WorkerEnd]] = tuple
+    ) -> None:
+        """`ends` tells the ends of this process's rank worker since its last call."""
         self.attachment = attachment
         self.leads = leads
+        self._ends = ends
+        self._closed: set[str] = set()
+        """Incarnations of the node for which the rank worker has closed its transports."""
         self._of: dict[int, Room] = {}
         self._ending: set[int] = set()
         """Rooms that were given up: their bytes may be moved until their last event."""
@@ -151,10 +165,13 @@ class Rooms:
             if room is not None:
                 room.heard(event)
         if self.node != self._known:
-            self._known = self.node
+            lost, self._known = self._known, self.node
             self._ending.clear()
             for room in [room for room in self._of.values() if room.told]:
-                room.fail(NODE_ENDED)
+                room.lose(lost)
+        self._closed.update(end.node for end in self._ends())
+        for room in self._of.values():
+            room.closed(self._closed)
         for room in [room for room in self._of.values() if room.owed and self._known]:
             self._pay(room)
 
@@ -249,6 +266,8 @@ class FetchedRoom(Room):
     """Takes the metadata of a committed room, into this rank's own row."""
     named: bool = False
     """Whether the node may write to pages of SGLang."""
+    lost: str = ""
+    """Incarnation of a node that is gone, and for which transports may still write."""
 
     def fetch(self, prefill: Sequence[PeerAddress]) -> None:
         """Tell prefill that this server comes for the room: prefill waits without a limit."""
@@ -273,6 +292,17 @@ class FetchedRoom(Room):
         self.state = Poll.TRANSFERRING
         self.named = True
         self.rooms.order(self, lambda: self.rooms.say(self, Provide, tables=tables, prefix_tokens=prefix_tokens))
+
+    def lose(self, node: str) -> None:
+        """SGLang frees the pages of a failed room, so a room with pages fails when no transport can write to them any more."""
+        if self.named:
+            self.lost = node
+        else:
+            self.fail(NODE_ENDED)
+
+    def closed(self, nodes: set[str]) -> None:
+        if self.lost and self.lost in nodes:
+            self.fail(NODE_ENDED)
 
     def succeed(self, event: RoomEvent) -> None:
         try:

@@ -10,12 +10,14 @@ import pytest
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnsupportedError
-from kvbridge.core.ids import MAX_ROOM, IndexSpace
+from kvbridge.core.ids import MAX_ROOM, IndexSpace, Rank
 from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.memory import WorkerEnd
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import add_member
 from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Rooms, SentRoom, last_pages, room_of
 
+R0 = Rank(pp=0, tp=0)
 NODE = [PeerAddress(endpoint="tcp://127.0.0.1:7")]
 
 
@@ -239,3 +241,22 @@ def test_a_node_that_is_gone_reads_no_pages_of_a_room_that_was_given_up(rooms: R
     publish(sent(rooms, 2), 40, b"")
     rooms.look()
     assert [kind for kind, room in attachment.said if room == 2][-2:] == ["Publish", "Finish"]
+
+
+def test_a_room_with_pages_outlives_its_node_until_no_transport_can_write(attachment: Attachment) -> None:
+    """SGLang gives the pages of a failed room to the next request at once."""
+    ended: list[WorkerEnd] = []
+    rooms = Rooms(attachment, leads=True, ends=lambda: ended)  # type: ignore[arg-type]
+    room = fetched(rooms)
+    room.provide({}, 0)
+    attachment.node = ""
+    rooms.look()
+    assert room.state is Poll.TRANSFERRING
+    ended.append(WorkerEnd(R0, "its node has ended it", node="another"))
+    rooms._next_look_s = 0.0
+    rooms.look()
+    assert room.state is Poll.TRANSFERRING
+    ended.append(WorkerEnd(R0, "its node has ended it", node="a"))
+    rooms._next_look_s = 0.0
+    rooms.look()
+    assert room.state is Poll.FAILED
