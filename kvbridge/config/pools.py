@@ -151,8 +151,10 @@ class DeviceLayout(StrEnum):
 
 
 class HostPool(FrozenModel):
-    """The node's host pool, in shared memory."""
+    """The node's host pool, in shared memory, or an engine's own host memory."""
 
+    memory: MemoryOwner = MemoryOwner.OWNED
+    """`owned`: the daemon allocates it; `adopted`: each rank's engine brings its own, and names page ids of the space `host`."""
     components: tuple[ComponentKind, ...] = (ComponentKind.C4_KV,)
     """Components that live in host memory on this node; empty: no host pool."""
     pages: NonNegative = 0
@@ -175,7 +177,9 @@ class HostPool(FrozenModel):
             raise ValueError("components lists one kind twice")
         if self.pages and self.size_bytes:
             raise ValueError("pages and size_bytes are both set: keep one")
-        if self.components and not self.pages and not self.size_bytes:
+        if self.memory is MemoryOwner.ADOPTED and (self.pages or self.size_bytes or not self.components):
+            raise ValueError("memory is adopted: name the components, and leave pages and size_bytes at 0")
+        if self.memory is MemoryOwner.OWNED and self.components and not self.pages and not self.size_bytes:
             raise ValueError(
                 f"{', '.join(self.components)} would live in a host pool without pages: "
                 "set pages or size_bytes, or empty components"
@@ -224,3 +228,11 @@ class DecodePools(PrefillPools):
     """Memory of a decode node."""
 
     host: HostPool = Field(default_factory=HostPool)
+
+    @model_validator(mode="after")
+    def _check_host(self) -> Self:
+        if self.host.memory is MemoryOwner.ADOPTED and self.memory is not MemoryOwner.ADOPTED:
+            raise ValueError(
+                "host.memory is adopted and memory is owned: an engine brings host memory beside its device memory"
+            )
+        return self

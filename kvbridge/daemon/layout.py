@@ -105,6 +105,7 @@ class NodeLayout:
     owned: dict[IndexSpace, int]
     """Pages of each space that this node allocates from."""
     adopted: dict[IndexSpace, int]
+    """Spaces whose pages engines name, in memory that they bring."""
     orders: dict[Rank, DeviceAllocationRequest] = field(default_factory=dict)
     """By rank, the device memory that its worker is to make."""
     copies: Placement | None = None
@@ -113,6 +114,11 @@ class NodeLayout:
     def book(self) -> PageBook:
         """Open the page accounts for this layout."""
         return PageBook(self.owned, adopted=self.adopted)
+
+    @property
+    def own_host(self) -> frozenset[ComponentKind]:
+        """Components that each rank's engine brings in host memory."""
+        return self.host_kinds if IndexSpace.HOST in self.adopted else frozenset()
 
     @property
     def total_bytes(self) -> int:
@@ -129,18 +135,6 @@ class NodeLayout:
     def node_bytes(self) -> int:
         """Bytes of the pools that the node makes itself, all of them in shared memory."""
         return sum(placement.total_bytes for placement in (*self.shared_device().values(), *self._hosts()))
-
-    def page_bytes(self, geometry: ModelGeometry) -> dict[IndexSpace, int]:
-        """Return the bytes of a page of each space: all components in it, over the layers and ranks of this node."""
-        found: dict[IndexSpace, int] = {}
-        for part in self.parts.values():
-            for component, layers in part.components(geometry, self.host_kinds):
-                start, stop = part.lanes(component)
-                each = len(layers) * component.page_bytes(stop - start)
-                found[component.space] = found.get(component.space, 0) + each
-        for region in (region for placement in self._hosts() for region in placement.regions):
-            found[region.space] = found.get(region.space, 0) + region.page_bytes
-        return found
 
     def shared_device(self) -> dict[Rank, Placement]:
         """The device pools that the node makes (device: cpu)."""
@@ -161,6 +155,7 @@ def plan_memory(config: NodeConfig, geometry: ModelGeometry) -> NodeLayout:
     owned = {} if host is None else host.page_counts()
     owned |= {} if copies is None else copies.page_counts()
     if config.pools.memory is MemoryOwner.ADOPTED:
+        spaces += [IndexSpace.HOST] if host_kinds and host is None else []
         return NodeLayout(parts, {}, host, host_kinds, owned, dict.fromkeys(spaces, ADOPTED_PAGE_LIMIT))
     counts = {space: int(getattr(config.pools.device, space.value)) for space in spaces}
     owned |= _hot_slots(config, geometry, host_kinds, spaces)
@@ -199,7 +194,7 @@ def _host_kinds(config: NodeConfig, geometry: ModelGeometry) -> frozenset[Compon
 
 
 def _host(config: NodeConfig, geometry: ModelGeometry, kinds: frozenset[ComponentKind]) -> Placement | None:
-    if not kinds or not isinstance(config.pools, DecodePools):
+    if not kinds or not isinstance(config.pools, DecodePools) or config.pools.host.memory is MemoryOwner.ADOPTED:
         return None
     asked = config.pools.host
     components = [geometry.component(kind) for kind in kinds]

@@ -118,7 +118,7 @@ class Engine(Closing):
     ) -> Self:
         """Attach with this process's own tensors as the device pools of each rank that it serves.
 
-        `regions`: one `adopted_region` for each component and layer of the rank that is not in the node's host pool. Keep the
+        `regions`: one `adopted_region` for each component and layer of the rank that is not in the node's own host pool. Keep the
         tensors where they are until `close` has returned: threads of this process move their bytes. Raises the errors of `attach`,
         and InvalidInputError for regions that do not fit the model.
 

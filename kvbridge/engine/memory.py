@@ -88,7 +88,7 @@ def _checked(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Reg
     """Check an adopted rank's memory here as well as in its worker, so that the caller gets the error."""
     part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
     on_host = {shared.region.component for shared in answer.host}
-    return MemoryPool.adopted(answer.geometry, part, given, exclude=on_host).regions()
+    return MemoryPool.adopted(answer.geometry, part, given, exclude=on_host, own_host=answer.own_host).regions()
 
 
 @contextmanager
@@ -115,13 +115,19 @@ class WorkerEnd:
 
 
 def adopted_region(
-    component: Component | ComponentKind | str, layer: int, pages: torch.Tensor, *, lanes: tuple[int, int] = (0, 1)
+    component: Component | ComponentKind | str,
+    layer: int,
+    pages: torch.Tensor,
+    *,
+    lanes: tuple[int, int] = (0, 1),
+    in_host: bool = False,
 ) -> Region:
     """Describe one component of one layer in the engine's own tensor.
 
     `component`: its kind, such as "mha_kv", or the component of a geometry. `pages`: uint8 [page_count, page_bytes] with contiguous
     rows, the first dimension of any stride; do not move or free them while adopted. `lanes`: the [start, stop) of the component's
-    lanes in the tensor. Raises InvalidInputError for another form.
+    lanes in the tensor. `in_host`: the pages are those of the space `host` (`pools.host.memory: adopted`). Raises InvalidInputError
+    for another form.
     """
     if isinstance(component, Component):
         kind, space = component.kind, component.space
@@ -138,7 +144,7 @@ def adopted_region(
     return Region(
         component=kind,
         layer=layer,
-        space=space,
+        space=IndexSpace.HOST if in_host else space,
         memory=MemoryKind.VRAM if pages.is_cuda else MemoryKind.DRAM,
         device=pages.device.index or 0,
         extent_addresses=(pages.data_ptr(),),

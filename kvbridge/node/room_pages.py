@@ -50,14 +50,9 @@ class RoomSettings:
     adopted: bool = False
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
-    """Decode: the components that live in the host pool."""
+    """Decode: the components that live in host memory."""
     digest: DigestKind = DigestKind.NONE
     """Decode: writers and the ranks of this node compute it, and a room commits when both are equal."""
-
-    @property
-    def hands_over(self) -> bool:
-        """Decode: whether no page of a room is this node's own: a committed room is then the engine's without a claim."""
-        return self.adopted and not self.host
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +69,20 @@ class RoomPages:
     computes: ClassVar[bool] = False
     """Whether an engine here continues after a prefix (prefill): it computes at least one token, from the checkpoint there."""
 
+    @property
+    def hands_over(self) -> bool:
+        """Decode: whether no page of a room is this node's own: a committed room is then the engine's without a claim."""
+        return not self.book.owned_spaces()
+
     def needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
         """Return the pages to give out for `tokens` tokens. Raises InvalidInputError when the pools are too small for them."""
         settings = self.settings
         needed = pages_needed(settings.geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=settings.host)
         check_demand(needed)
         self.book.require_possible(needed)
-        if settings.adopted:
-            needed = {space: count for space, count in needed.items() if space is IndexSpace.HOST}
-        if not self.computes and IndexSpace.REQUEST in self.book.owned_spaces():
+        owned = self.book.owned_spaces()
+        needed = {space: count for space, count in needed.items() if space in owned}
+        if not self.computes and IndexSpace.REQUEST in owned:
             needed.setdefault(IndexSpace.REQUEST, 1)  # a slot of the hot buffer, where the model's own state needs none
         return needed
 

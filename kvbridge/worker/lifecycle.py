@@ -201,7 +201,9 @@ def bring_memory(
     if adopted:
         on_host = {shared.region.component for shared in setup.host}
         exported = _exported(adopted, stack, required=TransportName.LOCAL in settings.order)
-        ours = MemoryPool.adopted(setup.geometry, part, adopted, exclude=on_host, shared=exported)
+        ours = MemoryPool.adopted(
+            setup.geometry, part, adopted, exclude=on_host, own_host=setup.own_host, shared=exported
+        )
         regions, extents = regions + ours.regions(), [*extents, *ours.extents()]
     device = next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
     if device is not None:
@@ -217,6 +219,7 @@ def bring_memory(
         pp_size=setup.pp_size,
         tp_size=setup.tp_size,
         regions=regions,
+        own_host=bool(setup.own_host),
     )
     check_manifest(manifest, setup.geometry)
     return RankIdentity(

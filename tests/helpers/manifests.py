@@ -85,6 +85,8 @@ class Instance:
     boundaries: tuple[int, ...] = ()
     """First layers of the stages but the first; pp_size - 1 of them."""
     host: frozenset[ComponentKind] = frozenset()
+    own_host: bool = False
+    """Each rank has host memory of its own, as engines bring it."""
     layouts: dict[ComponentKind, Layout] = field(default_factory=dict)
     together: frozenset[IndexSpace] = frozenset()
     """Spaces of the device whose components are laid out as one, in the layout of the first of them."""
@@ -102,12 +104,17 @@ class Instance:
         held = [
             (component, layers, lane_interval(component, rank.tp, self.tp_size))
             for component in self.geometry.components
-            if component.kind not in self.host
+            if (self.own_host or component.kind not in self.host)
             and (layers := [layer for layer in component.layers if layer in self.layers(rank.pp)])
         ]
-        return [region for block in self._blocks(held) for region in self._placed(block, block[0][0].space, into)]
+        in_host = [[each] for each in held if each[0].kind in self.host]
+        on_device = self._blocks([each for each in held if each[0].kind not in self.host])
+        regions = [region for block in on_device for region in self._placed(block, block[0][0].space, into)]
+        return regions + [region for block in in_host for region in self._placed(block, IndexSpace.HOST, into)]
 
     def host_regions(self, into: AddressSpace) -> list[Region]:
+        if self.own_host:
+            return []
         kinds = [self.geometry.component(kind) for kind in sorted(self.host)]
         blocks = [[(component, list(component.layers), (0, component.lanes))] for component in kinds]
         return [region for block in blocks for region in self._placed(block, IndexSpace.HOST, into)]
@@ -134,6 +141,7 @@ class Instance:
             pp_size=self.pp_size,
             tp_size=self.tp_size,
             regions=tuple(regions),
+            own_host=self.own_host,
         )
 
     def manifests(self) -> list[RankManifest]:

@@ -52,15 +52,15 @@ def with_logs(running: Cluster) -> Iterator[None]:
         raise
 
 
-def check_room(reader: DecodeEngine, room: DecodeRoom) -> None:
+def check_room(reader: DecodeEngine, room: DecodeRoom, *, host_copies: int = 1) -> None:
     """Every rank's device copy and the host pool hold what prefill wrote.
 
-    C4 entries cross once for the node, the others once for each of the two decode ranks.
+    C4 entries cross once for each host memory of the node, the others once for each of the two decode ranks.
     """
     check_rows(reader, room)
     assert set(room.metadata.values()) == {b"first token"}
     for component in TINY.components:
-        copies = 1 if component.kind in C4_KV else 2
+        copies = host_copies if component.kind in C4_KV else 2
         rows = component.live_rows(room.prompt_tokens).count
         due = rows * len(component.layers) * copies
         amount = room.amounts.get(component.kind)
@@ -176,20 +176,21 @@ class EngineMemory:
         ranks: Ranks,
         pages: Mapping[IndexSpace, int],
         *,
-        exclude: frozenset[ComponentKind],
+        exclude: frozenset[ComponentKind] = frozenset(),
+        in_host: frozenset[ComponentKind] = frozenset(),
     ) -> EngineMemory:
         made = cls({}, [])
         for rank in ranks.all:
             part = RankPart.of(geometry, rank, pp_size=ranks.pp, tp_size=ranks.tp)
             made.regions[rank] = []
             for component, layers in part.components(geometry, exclude):
+                is_host = component.kind in in_host
+                # Rows of a larger tensor, as engines have them: the stride is not the page.
+                shape = pages[HOST if is_host else component.space], component.page_bytes() + 64
                 for layer in layers:
-                    # Rows of a larger tensor, as engines have them: the stride is not the page.
-                    tensor = torch.full(
-                        (pages[component.space], component.page_bytes() + 64), CANARY, dtype=torch.uint8
-                    )
-                    made.tensors.append(tensor)
-                    made.regions[rank].append(adopted_region(component, layer, tensor[:, : component.page_bytes()]))
+                    made.tensors.append(tensor := torch.full(shape, CANARY, dtype=torch.uint8))
+                    mine = tensor[:, : component.page_bytes()]
+                    made.regions[rank].append(adopted_region(component, layer, mine, in_host=is_host))
         return made
 
     @property
@@ -208,11 +209,10 @@ SETTING = Setting(
 RANDOM = np.random.default_rng(5)
 
 
-def draw(case: Case) -> tuple[Tables, Tables]:
-    """Page ids of the two engines; those of the host pool are the daemon's."""
+def draw(case: Case, *, own_host: bool) -> tuple[Tables, Tables]:
+    """Page ids of the two engines; those of the node's host pool are the daemon's."""
     source, destination = draw_tables(SETTING, case, RANDOM)
-    del destination[HOST]
-    return source, destination
+    return source, {space: table for space, table in destination.items() if own_host or space is not HOST}
 
 
 def ending(engine: PrefillEngine | DecodeEngine, room: int) -> RoomEvent:
@@ -227,11 +227,22 @@ def ending(engine: PrefillEngine | DecodeEngine, room: int) -> RoomEvent:
     return event
 
 
-def test_engines_bring_their_own_memory_and_page_ids() -> None:
+def handed_over(reader: DecodeEngine, room: int, tokens: int, tables: Tables) -> DecodeRoom:
+    """A committed room all of whose pages are the engine's, so that nobody claims it."""
+    [event] = reader.events(CLAIM_S)
+    assert (event.kind, event.room) == ("committed", room)
+    return DecodeRoom(reader, room, 1, tokens, tables, 0, "", metadata=event.metadata, amounts=event.amounts)
+
+
+@pytest.mark.parametrize("own_host", [False, True], ids=["host pool of the node", "host memory of the engine"])
+def test_engines_bring_their_own_memory_and_page_ids(own_host: bool) -> None:
     require_library(BACKENDS[SETTING.transport])
     adopted = {"memory": "adopted"}
-    theirs = EngineMemory.make(TINY, SETTING.source, SETTING.source_form.pages, exclude=frozenset())
-    ours = EngineMemory.make(TINY, SETTING.destination, SETTING.destination_form.pages, exclude=C4_KV)
+    where = {"in_host" if own_host else "exclude": C4_KV}
+    theirs = EngineMemory.make(TINY, SETTING.source, SETTING.source_form.pages)
+    ours = EngineMemory.make(TINY, SETTING.destination, SETTING.destination_form.pages, **where)
+    host = adopted if own_host else {"pages": SETTING.destination_form.pages[HOST]}
+    ended_on = 1 if own_host else 2  # an engine that got a room with its commit hears no other end
     with (
         cluster(
             {"preset": "tiny-v4"},
@@ -239,7 +250,7 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
             prefill_pp=2,
             decode_tp=2,
             prefill={"pools": adopted} | live_rows_only(SETTING.transport),
-            decode={"pools": adopted | {"host": {"pages": SETTING.destination_form.pages[HOST]}}},
+            decode={"pools": adopted | {"host": host}},
             wait=False,
         ) as running,
         with_logs(running),
@@ -265,22 +276,26 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
                 reader.fetch(room, pages=destination, held_by_decode=TINY.tokens_per_page)
                 [refused] = reader.events(CLAIM_S)
                 assert (refused.kind, refused.room) == ("refused", room)
-                assert "c4_kv of the room lies in this node" in refused.reason
+                assert "c4_kv of the room lies in host memory" in refused.reason
             reader.fetch(room, pages=destination)
             return sender.begin(room, prompt_tokens=case.tokens, pages=source)
 
         def cross(case: Case) -> None:
-            source, destination = draw(case)
+            source, destination = draw(case, own_host=own_host)
             begun = begin(case, source, destination)
             write(sender, begun.id, case, begun)
-            claimed = reader.claim(begun.id, timeout_s=CLAIM_S)
-            check_room(reader, claimed)
+            if own_host:
+                claimed = handed_over(reader, begun.id, case.tokens, destination)
+            else:
+                claimed = reader.claim(begun.id, timeout_s=CLAIM_S)
+            check_room(reader, claimed, host_copies=1 + own_host)
             for space, table in destination.items():
                 assert np.array_equal(claimed.tables[space].ids, table.ids)
             canvas.paint_request(claimed.tables, tokens=case.tokens)
             assert canvas.stray() is None
-            claimed.release()
-            for engine in (sender, reader):
+            if not own_host:
+                claimed.release()
+            for engine in (sender, reader)[:ended_on]:
                 assert ending(engine, begun.id).kind == "completed"
 
         for case in (Case(3), Case(130, (57,)), Case(1023, (333, 777), longest_run=3), Case(1539, (1030,))):

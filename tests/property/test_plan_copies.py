@@ -141,6 +141,7 @@ def instances(
         tp_size=tp_size,
         boundaries=tuple(sorted(edges)),
         host=frozenset(draw(st.sets(st.sampled_from(capable)))) if host and capable else frozenset(),
+        own_host=host and draw(st.booleans()),
         layouts=layouts,
         together=together,
     )

@@ -100,7 +100,7 @@ class Region(FrozenModel):
 
 
 class RankManifest(FrozenModel):
-    """All regions of one rank. Host-pool regions are listed by every rank of the node, each at its own addresses."""
+    """All regions of one rank. Regions of a node's host pool are listed by every rank of the node, each at its own addresses."""
 
     version: int = MANIFEST_VERSION
     fingerprint: str
@@ -108,6 +108,12 @@ class RankManifest(FrozenModel):
     pp_size: Positive
     tp_size: Positive
     regions: tuple[Region, ...]
+    own_host: bool = False
+    """Whether host regions are this rank's alone. Otherwise they are the node's host pool."""
+
+    def in_host_pool(self, region: Region) -> bool:
+        """Return whether a region of this rank is memory that all ranks of its node have in common."""
+        return region.space is IndexSpace.HOST and not self.own_host
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -4,7 +4,7 @@ A component of a layer goes from every source rank that has the layer to every d
 intersect. Source ranks of one stage that hold the same lanes are replicas and share the work: pages of space `full` go round by
 `STRIPE_PAGES`, and in the other spaces, where a request has a page or two but many layers, layers go round. The host pool of a
 decode node is one memory that each of its ranks lists in full, at its own addresses; a source rank writes its share of it through
-one of them.
+one of them. Host memory that engines bring is each rank's own, like its device memory.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Pairing:
             raise InvalidInputError(f"destination {destination_ordinal} does not exist among {destination_count} ranks")
         sources, targets = source_regions(source), destination_regions(destination)
         if destination_ordinal != host_ordinal(source.rank, destination_count):
-            targets = {place: region for place, region in targets.items() if region.space is not IndexSpace.HOST}
+            targets = {place: region for place, region in targets.items() if not destination.in_host_pool(region)}
         names = f"source rank {source.rank}", f"destination rank {destination.rank}"
         groups: list[LayerGroup] = []
         for component in geometry.components:
@@ -198,11 +198,12 @@ def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: 
     """Return the groups of a complete request on a rank, with equal sides; `host_share`: the rank's part of the host pool."""
     held = destination_regions(manifest)
     name = f"rank {manifest.rank}"
+    host_stripe = UNSHARED if manifest.own_host else host_share
     groups: list[LayerGroup] = []
     for component in geometry.components:
         regions = [held[component.kind, layer] for layer in component.layers if (component.kind, layer) in held]
         pairs = [(region, region) for region in regions]
-        groups += _groups(component, pairs, (name, name), stripe=UNSHARED, host_stripe=host_share)
+        groups += _groups(component, pairs, (name, name), stripe=UNSHARED, host_stripe=host_stripe)
     return tuple(groups)
 
 
@@ -291,8 +292,8 @@ class Demand:
     def __init__(self, geometry: ModelGeometry, destinations: Sequence[RankManifest]) -> None:
         """`destinations`: of all ranks of the node, in the order that peers know. The host pool is one copy for all of them."""
         self._geometry = geometry
-        self._device = Counter(held for manifest in destinations for held in _held(manifest, in_host=False))
-        self._host = [_held(manifest, in_host=True) for manifest in destinations]
+        self._device = Counter(held for manifest in destinations for held in _held(manifest, in_host_pool=False))
+        self._host = [_held(manifest, in_host_pool=True) for manifest in destinations]
 
     def lanes(self) -> dict[ComponentKind, int]:
         """Return the lanes of each component, summed over layers and copies."""
@@ -335,10 +336,10 @@ class Demand:
         return None
 
 
-def _held(manifest: RankManifest, *, in_host: bool) -> list[_Held]:
+def _held(manifest: RankManifest, *, in_host_pool: bool) -> list[_Held]:
     layers: defaultdict[tuple[ComponentKind, tuple[int, int]], list[int]] = defaultdict(list)
     for (kind, layer), region in destination_regions(manifest).items():
-        if (region.space is IndexSpace.HOST) is in_host:
+        if manifest.in_host_pool(region) is in_host_pool:
             layers[kind, (region.lane_start, region.lane_stop)].append(layer)
     return [(kind, lanes, frozenset(found)) for (kind, lanes), found in layers.items()]
 

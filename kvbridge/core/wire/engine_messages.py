@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
@@ -285,6 +285,8 @@ class Attached(Answer, type="attached"):
     """The device regions of each rank, keyed by `str(rank)`; missing for adopted ranks."""
     host: tuple[SharedRegion, ...] = ()
     """The node's host pool."""
+    own_host: tuple[ComponentKind, ...] = ()
+    """Components that an engine brings in host memory of its own, where the node has no host pool."""
     twins: tuple[SharedRegion, ...] = ()
     """The node's host copies of device pages, from which an engine loads what `Pages.load` says."""
     copy_backend: Name = "kernel"

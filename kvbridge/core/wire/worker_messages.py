@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Section
@@ -59,6 +59,8 @@ class WorkerSetup(Message, type="worker_setup"):
     """Device memory that the worker is to make (device: cuda). With neither, the worker adopts an engine's."""
     host: tuple[SharedRegion, ...]
     """The node's host pool; empty when there is none."""
+    own_host: tuple[ComponentKind, ...] = ()
+    """Components that an engine brings in host memory of its own, where the node has no host pool."""
     twins: tuple[SharedRegion, ...] = ()
     """The node's host copies of device pages, for this worker alone: peers do not hear of them, and no transport registers them."""
     stage_tp_ranks: tuple[NonNegative, ...] = ()

@@ -112,7 +112,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def next_event(self, room: DecodeRoom) -> DecodeEvent | None:
         if room.state in {DecodeState.RESERVED, DecodeState.AWAITING_PAGES} and room.writers:
             return DecodeEvent.WRITERS_KNOWN
-        if room.state is DecodeState.COMMITTED and self.settings.hands_over:
+        if room.state is DecodeState.COMMITTED and self.pages.hands_over:
             return DecodeEvent.HANDED_OVER
         if room.state is DecodeState.OFFERED and room.arrived and not room.shutting:
             return DecodeEvent.ALL_DONE if room.verification is None else DecodeEvent.ARRIVED
@@ -179,7 +179,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
 
     def event(self, room: DecodeRoom) -> RoomEvent:
         event = super().event(room)
-        if room.state is DecodeState.COMMITTED and self.settings.hands_over:
+        if room.state is DecodeState.COMMITTED and self.pages.hands_over:
             return event.model_copy(update=room.result)
         return event
 
@@ -297,8 +297,8 @@ class DecodeRooms(Rooms[DecodeRoom]):
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
         if room.state not in {DecodeState.AWAITING_PAGES, DecodeState.INTENDED}:
             raise ConflictError(f"room {room.room} does not wait for pages (state '{room.user_state}')")
-        if IndexSpace.HOST in tables:
-            raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
+        if ours := tables.keys() & set(self.pages.book.owned_spaces()):
+            raise InvalidInputError(f"{min(ours)} pages belong to the daemon; provide pages of the other spaces only")
         page = self.geometry.tokens_per_page
         if prefix_tokens > room.prompt_tokens or prefix_tokens % page:
             raise InvalidInputError(
@@ -307,7 +307,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             )
         if prefix_tokens and host:
             raise InvalidInputError(
-                f"{', '.join(sorted(host))} of the room lies in this node's host pool, in pages that hold "
+                f"{', '.join(sorted(host))} of the room lies in host memory, in pages that hold "
                 f"nothing of the prompt yet: prefix_tokens must be 0 here, got {prefix_tokens}"
             )
         covered = {"tokens": room.prompt_tokens, "prefix_tokens": prefix_tokens}

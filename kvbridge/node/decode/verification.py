@@ -31,14 +31,17 @@ class Verification:
 
     def __init__(self, geometry: ModelGeometry, manifests: Sequence[RankManifest], room: Room[Any]) -> None:
         """`manifests`: of all ranks of this node, in the order in which they are introduced to peers."""
-        self._geometry, self._room = geometry, room
+        self._room = room
         self._held: dict[Rank, Holdings] = {}
         self._host: Holdings = {}
+        self._spaces: dict[DigestKey, IndexSpace] = {}
         for manifest in manifests:
             mine = self._held[manifest.rank] = {}
             for (kind, layer), region in destination_regions(manifest).items():
-                holdings = self._host if region.space is IndexSpace.HOST else mine
-                layers = holdings.setdefault(DigestKey(kind, region.lane_start, region.lane_stop), [])
+                holdings = self._host if manifest.in_host_pool(region) else mine
+                key = DigestKey(kind, region.lane_start, region.lane_stop)
+                self._spaces[key] = region.space
+                layers = holdings.setdefault(key, [])
                 if layer not in layers:
                     layers.append(layer)
         allowed = frozenset((*self._host, *(key for held in self._held.values() for key in held)))
@@ -108,8 +111,8 @@ class Verification:
         """Yield the place, the space and the page of each difference."""
         for key, layers in self._host.items():
             for wrong in self._expected.mismatches(self._found_host, key, layers):
-                yield "the host pool", IndexSpace.HOST, wrong
+                yield "the host pool", self._spaces[key], wrong
         for rank, held in self._held.items():
             for key, layers in held.items():
                 for wrong in self._expected.mismatches(self._found[rank], key, layers):
-                    yield f"rank {rank}", self._geometry.component(key.component).space, wrong
+                    yield f"rank {rank}", self._spaces[key], wrong

@@ -159,23 +159,25 @@ class MemoryPool(Closing):
             return cls(placement.regions_at(addresses), made, placement=placement, allocations=stack.pop_all())
 
     @classmethod
-    def adopted(
+    def adopted(  # noqa: PLR0913 - one call for all that a worker and an engine know of the memory
         cls,
         geometry: ModelGeometry,
         part: RankPart,
         given: Sequence[Region],
         *,
         exclude: Collection[ComponentKind] = frozenset(),
+        own_host: Collection[ComponentKind] = frozenset(),
         shared: Sequence[Extent] = (),
         extent_bytes: int = DEFAULT_EXTENT_BYTES,
     ) -> Self:
         """Check and adopt an engine's memory: every component of `part` but `exclude`, each layer once, in the geometry's form.
 
+        Components of `own_host` are given in the space `host`, the others on the device.
         `given` are regions of one extent each, at this process's addresses; `shared` are whole allocations in which some of them
         lie and that other processes of the host can reach. The engine frees its memory when no peer holds a manifest of it. Raises
         InvalidInputError that names the component and layer that is missing, too much, or of another form.
         """
-        _require_complete(geometry, part, given, exclude)
+        _require_complete(geometry, part, given, exclude, own_host)
         manifest = RankManifest(
             fingerprint=fingerprint(geometry),
             rank=part.rank,
@@ -307,7 +309,11 @@ def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...
 
 
 def _require_complete(
-    geometry: ModelGeometry, part: RankPart, given: Sequence[Region], exclude: Collection[ComponentKind]
+    geometry: ModelGeometry,
+    part: RankPart,
+    given: Sequence[Region],
+    exclude: Collection[ComponentKind],
+    own_host: Collection[ComponentKind],
 ) -> None:
     held = {(component.kind, layer) for component, layers in part.components(geometry, exclude) for layer in layers}
     named = {(region.component, region.layer) for region in given}
@@ -324,8 +330,9 @@ def _require_complete(
     if len(named) != len(given):
         raise InvalidInputError(f"rank {part.rank}: {len(given)} regions for {len(named)} components of layers")
     for region in given:
-        if region.space is IndexSpace.HOST or len(region.extent_addresses) != 1:
-            raise InvalidInputError(f"rank {part.rank}: {region.label} must be device memory, given as one extent")
+        home = "host" if region.component in own_host else "device"
+        if (region.space is IndexSpace.HOST) is not (home == "host") or len(region.extent_addresses) != 1:
+            raise InvalidInputError(f"rank {part.rank}: {region.label} must be {home} memory, given as one extent")
 
 
 def _interleaving(given: Sequence[Region]) -> list[list[Region]]:

@@ -23,6 +23,7 @@ from kvbridge.core.wire.engine_messages import Provide
 from kvbridge.core.wire.messages import MAX_METADATA_BYTES, Abort, Intend, Offer, PathLost, to_wire
 from kvbridge.node.decode import writers
 from kvbridge.node.engines import AttachedEngine
+from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.facts import RoomRerouted
 from tests.helpers.accounts import check_book
@@ -257,8 +258,6 @@ def test_adopted_pages_are_asked_for_and_then_offered():
     assert bench.engines.kinds == ["wanted"]
     with pytest.raises(InvalidInputError, match="needs 2 pages"):
         bench.verbs.provide(1, pages_table(4))
-    with pytest.raises(InvalidInputError, match="host pages belong to the daemon"):
-        bench.verbs.provide(1, {IndexSpace.HOST: PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))})
     bench.verbs.provide(1, pages_table(4, 5))
     assert bench.told(Offer)[0].tables == to_wire(pages_table(4, 5))
     with pytest.raises(ConflictError, match="does not wait for pages"):
@@ -295,8 +294,12 @@ def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     """The engine brings the device pages; those of the host pool are the daemon's, and fresh."""
     service = adopting().service
     service.settings = replace(service.settings, host=frozenset({ComponentKind.MHA_KV}))
-    with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
-        service.provide(AttachedEngine("engine", 0, ()), Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
+    service.pages = replace(service.pages, book=PageBook({IndexSpace.HOST: 2}, adopted={IndexSpace.FULL: 16}))
+    engine, host = AttachedEngine("engine", 0, ()), PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))
+    with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in host memory.*must be 0 here"):
+        service.provide(engine, Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
+    with pytest.raises(InvalidInputError, match="host pages belong to the daemon"):
+        service.provide(engine, Provide(call=1, room=1, tables=to_wire({IndexSpace.HOST: host})))
 
 
 def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():

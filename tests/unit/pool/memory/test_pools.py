@@ -242,6 +242,8 @@ def test_missing_foreign_and_double_regions_are_refused(memory):
         MemoryPool.adopted(GQA, PART, given[:2])
     with pytest.raises(InvalidInputError, match="holds no mha_kv layer 0"):
         MemoryPool.adopted(GQA, PART, given, exclude={KV})
+    with pytest.raises(InvalidInputError, match="must be host memory"):
+        MemoryPool.adopted(GQA, PART, given, own_host={KV})
     with pytest.raises(InvalidInputError, match="4 regions for 3"):
         MemoryPool.adopted(GQA, PART, [*given, given[0]])
 
