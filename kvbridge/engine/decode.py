@@ -121,9 +121,9 @@ class DecodeEngine(Engine):
         the room, so a room that prefill does not know fails soon.
 
         `pages`: the engine's pages for the room, here or in a later call without `prefill`; also for a room of which a `wanted`
-        event asks for pages. They belong to the room until an event says that it is committed or over. `held_by_decode`: tokens from the
-        start that the engine has already and that are not sent: a multiple of the geometry's `tokens_per_page`, at most the prompt,
-        and 0 where a component lives in host memory. Page ids begin behind these tokens.
+        event asks for pages. They belong to the room until an event says that it is committed or over. `held_by_decode`: tokens
+        from the start that the engine has already and that are not sent: a multiple of the geometry's `tokens_per_page`, at most
+        the prompt, and 0 where a component lives in host memory. Page ids begin behind these tokens.
 
         Events tell the rest: after `committed` the pages are this engine's, with all rows; after `refused`, `aborted` or `failed`
         nothing writes them any more.
