@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import ConflictError
+from kvbridge.engine.sglang import directory as directory_module
 from kvbridge.engine.sglang.directory import PATH, Announcement, GroupNode, NodeDirectory, PrefillServers
 from tests.helpers.cluster import eventually
 
@@ -15,6 +17,19 @@ from tests.helpers.cluster import eventually
 def node(dp_rank: int, dp_size: int = 2) -> GroupNode:
     address = PeerAddress(endpoint=f"tcp://127.0.0.1:{7000 + dp_rank}")
     return GroupNode(dp_rank=dp_rank, dp_size=dp_size, follows_room=True, address=address)
+
+
+def iter_nodes() -> Callable[[], GroupNode]:
+    """A node that cannot be described at the first look."""
+    looks = [ConflictError("its file is being written"), *[None] * 1_000]
+
+    def look() -> GroupNode:
+        error = looks.pop(0)
+        if error is not None:
+            raise error
+        return node(0, dp_size=1)
+
+    return look
 
 
 @pytest.fixture
@@ -58,6 +73,23 @@ def test_nobody_registers_a_node_from_another_host(directory: str) -> None:
     assert (status, "its own host" in why) == (403, True)
 
 
-@pytest.mark.parametrize("headers", [{}, {"Content-Length": "many"}])
+def test_no_address_that_a_request_names_keeps_another_server_unknown(
+    directory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client chooses the address. The thread that asks goes on, and asks a bounded number of servers."""
+    monkeypatch.setattr(directory_module, "MOST_NAMED", 4)
+    servers = PrefillServers()
+    announcement = Announcement(f"http://{directory}", iter_nodes())
+    try:
+        for address in ("a b:1", "[:1", "\x00:1", *(f"127.0.0.1:{port}" for port in range(1, 9))):
+            servers.name(address)
+        assert len(servers._named) == 4
+        eventually("the server is known", lambda: servers.name(directory))
+    finally:
+        announcement.close()
+        servers.close()
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Length": "many"}, {"Content-Length": "-1"}])
 def test_a_body_that_cannot_be_read_is_answered(directory: str, headers: dict[str, str]) -> None:
     assert put(directory, "{}", **headers)[0] == 400

@@ -8,10 +8,10 @@ later error ends one request.
 from __future__ import annotations
 
 import atexit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from sglang.srt.server_args import ServerArgs
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role
 from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.node import START_S, Node, NodePlan, open_node
 from kvbridge.engine.kit.transfers import prompt_digest
@@ -50,6 +51,9 @@ log = structlog.get_logger(__name__)
 
 SPACES = {StateType.SWA: IndexSpace.SWA, StateType.DSV4_REQUEST_STATE: IndexSpace.REQUEST}
 """The index space of each kind of state pages."""
+
+
+RoomT = TypeVar("RoomT", SentRoom, FetchedRoom)
 
 
 class TransferError(Exception):
@@ -104,13 +108,15 @@ class KvbridgeManager(BaseKVManager):
                     announcement = Announcement(instance.bootstrap_url, partial(_group_node, instance, node))
                     stack.callback(announcement.close)
             regions = rank_regions(cache.geometry, pools, instance.rank)
-            self._worker = AdoptedWorker(place.runtime_dir, instance.rank, regions)
-            stack.callback(self._worker.close)
+            self._serve = partial(AdoptedWorker, place.runtime_dir, instance.rank, regions)
+            self._worker = self._serve()
+            stack.callback(self.deregister_buffer_to_engine)
             attachment = NodeAttachment(role, place.runtime_dir)
             stack.callback(attachment.close)
             attachment.begin()
             attachment.wait(START_S)
-            self.rooms = Rooms(attachment, leads=instance.leads, ends=self._worker.ends)
+            self.guard = Guard(lambda _code: None)
+            self.rooms = Rooms(attachment, leads=instance.leads, ends=lambda: self._worker.ends())
             self.rooms.look()
             self.prefill_info_table = PrefillServers() if role is Role.DECODE else {}
             self._closing = stack.pop_all()
@@ -126,14 +132,34 @@ class KvbridgeManager(BaseKVManager):
         """Whether the nodes of a prefill server are known; a thread asks for them."""
         return isinstance(self.prefill_info_table, PrefillServers) and self.prefill_info_table.name(bootstrap_addr)
 
-    def prompt(self, bootstrap_room: int) -> Prompt:
-        """Return the prompt of the request that a sender or a receiver is being made for."""
+    def room(self, kind: type[RoomT], bootstrap_room: int | None) -> RoomT:
+        """Return the room of the request that a sender or a receiver is being made for. It has failed if it cannot be."""
+        room = kind(room_of(bootstrap_room or 0), Prompt(0, b""), self.rooms)
+        with self.guard.over("prompt", str(room.id), lost=room.fail):
+            room.prompt = self._prompt(bootstrap_room or 0)
+        if not bootstrap_room:
+            room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
+        return room
+
+    def _prompt(self, bootstrap_room: int) -> Prompt:
         request = self.arriving
         tokens = np.asarray(request.origin_input_ids, dtype=np.int64)
         digest = prompt_digest(
             tokens, adapter=str(request.lora_id or ""), salt=f"{bootstrap_room}|{request.extra_key or ''}"
         )
         return Prompt(len(tokens), digest)
+
+    def deregister_buffer_to_engine(self) -> None:
+        """Nothing reaches this rank's pools afterwards: SGLang gives their memory back. Raises as `AdoptedWorker.close` does."""
+        self._worker.close()
+
+    def register_buffer_to_engine(self) -> None:
+        """SGLang has memory behind its pools again."""
+        self._worker = self._serve()
+
+    def submit_prefill_recompute(self, receiver: KvbridgeReceiver, _payload: object) -> None:
+        """Fail a request that decode has retracted: its prompt is not computed once more."""
+        receiver.abort()
 
     def teardown(self) -> None:
         """Nothing of this process moves a byte afterwards, and no child of it is left."""
@@ -160,6 +186,17 @@ def _group_node(instance: Instance, node: Node) -> GroupNode | None:
     )
 
 
+def _ends_its_room(method: Callable[..., None]) -> Callable[..., None]:
+    """Have an error of a sender or a receiver end its request: an error that leaves the method would end SGLang's scheduler."""
+
+    @wraps(method)
+    def call(self: _OneRoom, *args: Any, **named: Any) -> None:
+        with self.kv_mgr.guard.over(method.__name__, str(self._room.id), lost=self.give_up):
+            method(self, *args, **named)
+
+    return call
+
+
 class _OneRoom:
     """The part that senders and receivers share: the room of one request."""
 
@@ -167,10 +204,17 @@ class _OneRoom:
     _room: SentRoom | FetchedRoom
 
     def poll(self) -> int:
-        self.kv_mgr.rooms.look()
+        with self.kv_mgr.guard.over("poll"):
+            self.kv_mgr.rooms.look()
         return self._room.poll
 
     poll_pp_consensus = poll
+
+    def give_up(self, reason: str) -> None:
+        """End the room. On decode `poll` says Failed when nobody writes to its pages any more: at its last event."""
+        self.kv_mgr.rooms.give_up(self._room, reason)
+        if isinstance(self._room, SentRoom) or not self._room.given_up:
+            self._room.fail(reason)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return _metric(self._room.event)
@@ -193,12 +237,10 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         self.kv_mgr = mgr
-        self._room: SentRoom = SentRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
+        self._room: SentRoom = mgr.room(SentRoom, bootstrap_room)
         self._aux_index = 0
-        if bootstrap_room:
+        if not self._room.is_over:
             self._room.hold()
-        else:
-            self._room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._aux_index = aux_index or 0
@@ -206,6 +248,7 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
         return num_pages > 0 or last_chunk
 
+    @_ends_its_room
     def send(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -221,8 +264,7 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
         room.publish(tokens, tables, self.kv_mgr.metadata.read(self._aux_index) if is_last else None)
 
     def abort(self) -> None:
-        self.kv_mgr.rooms.give_up(self._room, "prefill's request was aborted")
-        self._room.fail("the request was aborted")
+        self.give_up("prefill's request was aborted")
         self.clear()
 
 
@@ -236,10 +278,8 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
     def __init__(self, mgr: KvbridgeManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr = mgr
         self._addr = bootstrap_addr
-        self._room: FetchedRoom = FetchedRoom(room_of(bootstrap_room or 0), mgr.prompt(bootstrap_room or 0), mgr.rooms)
+        self._room: FetchedRoom = mgr.room(FetchedRoom, bootstrap_room)
         self._aux_index: int | None = None
-        if not bootstrap_room:
-            self._room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
         mgr.try_ensure_parallel_info(bootstrap_addr)
 
     @property
@@ -247,6 +287,7 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         """SGLang reads it after `init`."""
         return int(self._room.state) if self._room.is_over else None
 
+    @_ends_its_room
     def init(self, prefill_dp_rank: int) -> None:
         server = self.kv_mgr.prefill_info_table.get(self._addr)
         if self._room.is_over:
@@ -259,6 +300,7 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
             return
         self._room.fetch([server.nodes[prefill_dp_rank]])
 
+    @_ends_its_room
     def send_metadata(
         self,
         kv_indices: npt.NDArray[np.int32],
@@ -285,11 +327,7 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         """Nothing is written any more once `poll` says Failed."""
 
     def abort(self) -> None:
-        """Give the room up. `poll` says Failed when nobody writes to its pages any more: at its last event."""
-        room = self._room
-        self.kv_mgr.rooms.give_up(room, "decode's request was aborted")
-        if not room.given_up:  # the node has not been told of it
-            room.fail("the request was aborted")
+        self.give_up("decode's request was aborted")
 
 
 class KvbridgeDirectory(BaseKVBootstrapServer):

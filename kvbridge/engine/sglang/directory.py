@@ -14,6 +14,7 @@ import structlog
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)
 
@@ -24,6 +25,9 @@ LOOK_S = 1.0
 FORGET_S = 600.0
 """A prefill server that no request has named for so long is not asked any more."""
 BODY_BYTES = 1 << 16
+"""Limit of a registration and of an answer: clients name the servers that decode asks."""
+MOST_NAMED = 256
+"""Prefill servers that are asked. The one that no request has named for longest makes room for another."""
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 """Nodes are reached without a proxy, whatever the environment names."""
 
@@ -63,7 +67,7 @@ class NodeDirectory:
                     return
                 try:
                     size = int(self.headers.get("Content-Length") or 0)
-                    node = GroupNode.model_validate_json(self.rfile.read(min(size, BODY_BYTES)))
+                    node = GroupNode.model_validate_json(self.rfile.read(max(0, min(size, BODY_BYTES))))
                 except ValueError as error:
                     self._answer(400, {"error": str(error)})
                     return
@@ -106,18 +110,17 @@ class Announcement:
     def _run(self) -> None:
         why_not = ""
         while not self._stop.is_set():
-            node = self._node()
-            if node is not None:
-                request = urllib.request.Request(  # noqa: S310 - the URL is made of SGLang's own host and port
-                    f"{self._url}{PATH}", data=node.model_dump_json().encode(), method="PUT"
-                )
-                try:
+            try:
+                if (node := self._node()) is not None:
+                    request = urllib.request.Request(  # noqa: S310 - the URL is made of SGLang's own host and port
+                        f"{self._url}{PATH}", data=node.model_dump_json().encode(), method="PUT"
+                    )
                     _open(request, timeout=ASK_S).close()
                     why_not = ""
-                except OSError as error:
-                    if str(error) != why_not:
-                        why_not = str(error)
-                        log.warning("not_announced", directory=self._url, reason=why_not)
+            except Exception as error:  # noqa: BLE001 - without this thread the node would never be announced again
+                if str(error) != why_not:
+                    why_not = str(error)
+                    log.warning("not_announced", directory=self._url, reason=why_not)
             self._stop.wait(LOOK_S)
 
     def close(self) -> None:
@@ -135,6 +138,7 @@ class PrefillServers(dict[str, PrefillServer]):
         super().__init__()
         self._named: dict[str, float] = {}
         self._why_not: dict[str, str] = {}
+        self._seldom = Seldom(lambda _: None)
         self._changed = threading.Event()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-directories", daemon=True)
@@ -145,28 +149,40 @@ class PrefillServers(dict[str, PrefillServer]):
         if address not in self._named:
             self._changed.set()
         self._named[address] = time.monotonic()
+        if len(self._named) > MOST_NAMED:
+            self._forget(min(self._named, key=self._named.__getitem__))
         return address in self
+
+    def _forget(self, address: str) -> None:
+        for known in (self._named, self._why_not, self):
+            known.pop(address, None)
 
     def _run(self) -> None:
         while not self._stop:
             self._changed.clear()
-            for address, named_s in list(self._named.items()):
-                if time.monotonic() - named_s > FORGET_S:
-                    del self._named[address]
-                    self.pop(address, None)
+            for address in list(self._named):
+                named_s = self._named.get(address)
+                if named_s is None:
                     continue
-                self._ask(address)
+                if time.monotonic() - named_s > FORGET_S:
+                    self._forget(address)
+                else:
+                    self._ask(address)
+            self._seldom.tell()
             self._changed.wait(LOOK_S)
 
     def _ask(self, address: str) -> None:
         try:
             with _open(f"http://{address}{PATH}", timeout=ASK_S) as answer:
-                self[address] = PrefillServer.model_validate_json(answer.read())
+                found = PrefillServer.model_validate_json(answer.read(BODY_BYTES))
+            if address in self._named:
+                self[address] = found
             self._why_not.pop(address, None)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the servers of other requests are asked as well
             if self._why_not.get(address) != str(error):
                 self._why_not[address] = str(error)
-                log.warning("directory_not_reached", directory=address, reason=str(error))
+                if self._seldom.admits("directory_not_reached"):
+                    log.warning("directory_not_reached", directory=address, reason=str(error))
 
     def close(self) -> None:
         self._stop = True

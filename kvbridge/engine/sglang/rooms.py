@@ -46,8 +46,8 @@ class Poll(IntEnum):
 
 
 def room_of(bootstrap_room: int) -> int:
-    """Return our room for one of SGLang's, which have 63 bits: a hash. The prompt's digest contains the whole number."""
-    hashed = hashlib.blake2b(bootstrap_room.to_bytes(8, "little"), digest_size=8).digest()
+    """Return our room for one of SGLang's, any number of a client: a hash. The prompt's digest contains the whole number."""
+    hashed = hashlib.blake2b(str(bootstrap_room).encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "little") & ROOM_MASK
 
 

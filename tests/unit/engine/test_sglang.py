@@ -1,8 +1,12 @@
-"""The parts of the SGLang adapter that know nothing of SGLang: rooms, rows of metadata, and the member of the enum."""
+"""The parts of the SGLang adapter: rooms, rows of metadata, the member of the enum; and what its classes do with any request."""
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
 from enum import Enum
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +16,12 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, Rank
 from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.memory import WorkerEnd
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import add_member
 from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Rooms, SentRoom, last_pages, room_of
+from kvbridge.worker.lifecycle import UnclosedError
 
 R0 = Rank(pp=0, tp=0)
 NODE = [PeerAddress(endpoint="tcp://127.0.0.1:7")]
@@ -180,8 +186,8 @@ def test_another_rank_says_that_a_room_has_failed(attachment: Attachment) -> Non
 
 
 def test_the_rooms_of_sglang_become_ours() -> None:
-    found = {room_of(room) for room in (1, 2, 2**53, 2**62, 2**63 - 1)}
-    assert len(found) == 5
+    found = {room_of(room) for room in (1, 2, 2**53, 2**62, 2**63 - 1, 2**70, -1)}
+    assert len(found) == 7
     assert max(found) <= MAX_ROOM
 
 
@@ -260,3 +266,98 @@ def test_a_room_with_pages_outlives_its_node_until_no_transport_can_write(attach
     rooms._next_look_s = 0.0
     rooms.look()
     assert room.state is Poll.FAILED
+
+
+# ---------------------------------------------------------------------------------------------- SGLang's classes
+
+
+SGLANG = {
+    "sglang.srt.disaggregation.base.conn": ("KVArgs", "KVTransferDestination", "KVTransferMetric", "StateType")
+    + ("BaseKVBootstrapServer", "BaseKVManager", "BaseKVReceiver", "BaseKVSender"),
+    "sglang.srt.disaggregation.utils": ("DisaggregationMode",),
+    "sglang.srt.runtime_context": ("get_parallel",),
+    "sglang.srt.server_args": ("ServerArgs",),
+}
+ANY = type("Any", (), {"SWA": "swa", "DSV4_REQUEST_STATE": "state", "DEVICE": "device"})
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module that SGLang loads, without SGLang."""
+    monkeypatch.setitem(sys.modules, "sglang", ModuleType("sglang"))
+    sys.modules["sglang"].__version__ = "0"  # type: ignore[attr-defined]
+    for name, members in SGLANG.items():
+        module = ModuleType(name)
+        vars(module).update({member: type(member, (ANY,), {}) for member in members})
+        monkeypatch.setitem(sys.modules, name, module)
+    name = "kvbridge.engine.sglang.backend"
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+@pytest.fixture
+def manager(backend: ModuleType, rooms: Rooms) -> Any:
+    made = object.__new__(backend.KvbridgeManager)
+    made.rooms, made.guard, made.page_tokens = rooms, Guard(lambda _code: None), 16
+    made.arriving = SimpleNamespace(origin_input_ids=[1] * 40, lora_id=None, extra_key=None)
+    made.prefill_info_table = {"host:1": SimpleNamespace(nodes={0: NODE[0]})}
+    made.kv_args = SimpleNamespace(state_types=())
+    return made
+
+
+@pytest.mark.parametrize("room", [None, 0, -1, 2**70])
+@pytest.mark.parametrize("side", ["KvbridgeSender", "KvbridgeReceiver"])
+def test_whatever_room_a_client_names_the_scheduler_goes_on(manager: Any, backend: ModuleType, side: str, room: Any) -> None:
+    made = getattr(backend, side)(manager, "host:1", room)
+    assert (made.poll() == Poll.FAILED) == (not room)
+
+
+@pytest.mark.parametrize("ids", [[2**70], None])
+def test_a_request_that_cannot_be_read_ends_alone(manager: Any, backend: ModuleType, ids: Any) -> None:
+    manager.arriving.origin_input_ids = ids
+    for side in (backend.KvbridgeSender, backend.KvbridgeReceiver):
+        made = side(manager, "host:1", 1)
+        assert made.poll() == Poll.FAILED
+        with pytest.raises(backend.TransferError, match="Error"):
+            made.failure_exception()
+        made.clear()
+
+
+def test_a_defect_while_a_request_is_served_ends_that_request(
+    manager: Any, backend: ModuleType, attachment: Attachment
+) -> None:
+    """On decode once nobody writes to its pages any more."""
+    sender = backend.KvbridgeSender(manager, "host:1", 1)
+    sender.send(np.arange(2, dtype=np.int32), state_indices=None, num_kv_tokens="?")
+    assert sender.poll() == Poll.FAILED
+    receiver = backend.KvbridgeReceiver(manager, "host:1", 2)
+    receiver.init(0)
+    receiver.send_metadata("?")
+    assert receiver.poll() == Poll.WAITING
+    attachment.due = [RoomEvent(room=room_of(2), generation=1, kind="aborted")]
+    assert receiver.poll() == Poll.FAILED
+    assert [kind for kind, _ in attachment.said] == ["Hold", "AbortRoom", "Fetch", "AbortRoom"]
+
+
+def test_a_defect_in_a_look_at_the_node_ends_nothing(manager: Any, backend: ModuleType, attachment: Attachment) -> None:
+    sender = backend.KvbridgeSender(manager, "host:1", 1)
+    attachment.due = [None]  # type: ignore[list-item]
+    assert sender.poll() == Poll.WAITING
+
+
+def test_a_request_that_decode_has_retracted_fails(manager: Any, backend: ModuleType, attachment: Attachment) -> None:
+    receiver = backend.KvbridgeReceiver(manager, "host:1", 1)
+    receiver.init(0)
+    manager.submit_prefill_recompute(receiver, {})
+    assert [kind for kind, _ in attachment.said] == ["Fetch", "AbortRoom"]
+
+
+def test_memory_is_given_back_only_when_nothing_reaches_it(manager: Any) -> None:
+    """SGLang sleeps: what is written to the pools afterwards would be in nobody's memory, or in somebody else's."""
+    stuck = SimpleNamespace(close=lambda: (_ for _ in ()).throw(UnclosedError("nixl hangs")))
+    manager._worker, manager._serve = stuck, lambda: "another"
+    with pytest.raises(UnclosedError):
+        manager.deregister_buffer_to_engine()
+    assert manager._worker is stuck
+    manager.register_buffer_to_engine()
+    assert manager._worker == "another"
