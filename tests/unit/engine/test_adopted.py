@@ -136,7 +136,8 @@ def test_an_engine_whose_worker_is_not_closed_does_not_say_that_it_is_through(er
     """A node that heard so would use the pages again while a transport may write to them."""
     closed: list[str] = []
     link, pools, order = (SimpleNamespace(close=partial(closed.append, name)) for name in ("link", "memory", "order"))
-    pools.twins, order.devices = (), ()  # the link can say nothing
+    pools.twins, order.devices = (), ()
+    link.timeout_s, link.number, link.call = 1.0, lambda: 1, lambda *_: closed.append("detach")
 
     def close() -> None:
         raise error

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvbridge.api.rooms import PeerAddress
+from kvbridge.api.rooms import AdmissionRequest, PeerAddress
 from kvbridge.core.errors import ConflictError, KeyMismatchError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
@@ -22,7 +23,7 @@ from kvbridge.telemetry.facts import DisputedPagesDropped, PromptNotKept
 from kvbridge.tier.keys import NO_KEYS, Keys, Link
 from tests.helpers.node_bench import FULL, HISTORY, DecodeBench, KeyedDecode, keys_of
 from tests.helpers.prefix_recount import check_cache
-from tests.helpers.rooms import GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts
+from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts
 
 OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbbbbbbb"
 
@@ -68,6 +69,18 @@ def test_a_prompt_is_found_only_in_the_namespace_in_which_it_was_kept(bench):
     bench.whole(1, 3 * PAGE)
     assert bench.keyed(2, 3 * PAGE, namespace="acme").prefix_tokens == 0
     assert bench.keyed(3, 3 * PAGE).prefix_tokens == 3 * PAGE
+
+
+def test_a_store_is_asked_for_the_names_of_the_request_s_namespace():
+    asked: list[Keys] = []
+
+    async def prefetch(names: Keys) -> None:
+        asked.append(names)
+
+    service, keys = KeyedDecode(twins=8, store=SimpleNamespace(prefetch=prefetch)).service, keys_of(3 * PAGE)
+    request = AdmissionRequest(prompt_tokens=3 * PAGE, page_hashes=keys.data, namespace="acme", prefill=(ADDRESS,))
+    asyncio.run(service.fetch(request))
+    assert asked == [keys.in_namespace("acme")]
 
 
 def test_made_up_keys_behind_a_page_of_ones_own_find_no_more_than_that(bench):
@@ -194,13 +207,19 @@ def test_an_engine_that_does_not_end_well_leaves_its_prompt_and_not_its_answer(b
     assert bench.keyed(2, 4 * PAGE).prefix_tokens == 2 * PAGE
 
 
+@pytest.mark.parametrize("claimed", [False, True])
 @pytest.mark.parametrize("page", [0, 1, 2, 3])
-def test_pages_of_a_room_whose_engine_has_another_prompt_go_and_those_of_others_stay(bench, page):
-    """The first two pages were another room's, which has been claimed rightly; a third room goes on from what goes."""
+def test_pages_of_a_room_whose_engine_has_another_prompt_go_and_those_of_others_stay(bench, page, claimed):
+    """The first two pages were another room's, which has been claimed rightly; a third room goes on from what goes.
+
+    `claimed`: an engine of another rank has claimed the room before.
+    """
     bench.whole(1, 2 * PAGE)
     bench.arrived(2, 4 * PAGE)
     reader = bench.arrived(3, 5 * PAGE)
     assert (reader.prefix_tokens, bench.cached) == (4 * PAGE, 5)
+    if claimed:
+        bench.verbs.claim("first", 2, keys_of(4 * PAGE).data)
     with pytest.raises(KeyMismatchError, match=f"page {page} "):
         bench.verbs.claim("engine", 2, with_another(keys_of(4 * PAGE), page).data)
     left = max(page, 2)
@@ -208,6 +227,8 @@ def test_pages_of_a_room_whose_engine_has_another_prompt_go_and_those_of_others_
     [told] = bench.events.of(DisputedPagesDropped)
     assert (told.page, told.dropped, told.read) == (page, 5 - left, 5 - left)
     check_cache(bench.prefixes)
+    if claimed:
+        bench.verbs.release("first", 2)
     bench.claim(reader)
     bench.verbs.release(room=3)
     assert (bench.cached, bench.free) == (left, 16)
