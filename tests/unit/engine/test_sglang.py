@@ -272,11 +272,11 @@ def test_a_room_with_pages_outlives_its_node_until_no_transport_can_write(attach
 
 
 SGLANG = {
-    "sglang.srt.disaggregation.base.conn": ("KVArgs", "KVTransferDestination", "KVTransferMetric", "StateType")
-    + ("BaseKVBootstrapServer", "BaseKVManager", "BaseKVReceiver", "BaseKVSender"),
-    "sglang.srt.disaggregation.utils": ("DisaggregationMode",),
-    "sglang.srt.runtime_context": ("get_parallel",),
-    "sglang.srt.server_args": ("ServerArgs",),
+    "disaggregation.base.conn": "KVArgs KVTransferDestination KVTransferMetric StateType BaseKVBootstrapServer BaseKVManager BaseKVReceiver "
+    "BaseKVSender",
+    "disaggregation.utils": "DisaggregationMode",
+    "runtime_context": "get_parallel",
+    "server_args": "ServerArgs",
 }
 ANY = type("Any", (), {"SWA": "swa", "DSV4_REQUEST_STATE": "state", "DEVICE": "device"})
 
@@ -288,8 +288,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     sys.modules["sglang"].__version__ = "0"  # type: ignore[attr-defined]
     for name, members in SGLANG.items():
         module = ModuleType(name)
-        vars(module).update({member: type(member, (ANY,), {}) for member in members})
-        monkeypatch.setitem(sys.modules, name, module)
+        vars(module).update({member: type(member, (ANY,), {}) for member in members.split()})
+        monkeypatch.setitem(sys.modules, f"sglang.srt.{name}", module)
     name = "kvbridge.engine.sglang.backend"
     yield importlib.import_module(name)
     del sys.modules[name]
@@ -307,7 +307,9 @@ def manager(backend: ModuleType, rooms: Rooms) -> Any:
 
 @pytest.mark.parametrize("room", [None, 0, -1, 2**70])
 @pytest.mark.parametrize("side", ["KvbridgeSender", "KvbridgeReceiver"])
-def test_whatever_room_a_client_names_the_scheduler_goes_on(manager: Any, backend: ModuleType, side: str, room: Any) -> None:
+def test_whatever_room_a_client_names_the_scheduler_goes_on(
+    manager: Any, backend: ModuleType, side: str, room: Any
+) -> None:
     made = getattr(backend, side)(manager, "host:1", room)
     assert (made.poll() == Poll.FAILED) == (not room)
 
