@@ -272,8 +272,8 @@ def test_a_room_with_pages_outlives_its_node_until_no_transport_can_write(attach
 
 
 SGLANG = {
-    "disaggregation.base.conn": "KVArgs KVTransferDestination KVTransferMetric StateType BaseKVBootstrapServer BaseKVManager BaseKVReceiver "
-    "BaseKVSender",
+    "disaggregation.base.conn": "KVArgs KVTransferDestination KVTransferMetric StateType "
+    "BaseKVBootstrapServer BaseKVManager BaseKVReceiver BaseKVSender",
     "disaggregation.utils": "DisaggregationMode",
     "runtime_context": "get_parallel",
     "server_args": "ServerArgs",
