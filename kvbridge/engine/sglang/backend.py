@@ -116,7 +116,7 @@ class KvbridgeManager(BaseKVManager):
             attachment.begin()
             attachment.wait(START_S)
             self.guard = Guard(lambda _code: None)
-            self.rooms = Rooms(attachment, leads=instance.leads, ends=lambda: self._worker.ends())
+            self.rooms = Rooms(attachment, leads=instance.leads, ends=lambda: self._worker.ends())  # noqa: PLW0108 - the worker is replaced
             self.rooms.look()
             self.prefill_info_table = PrefillServers() if role is Role.DECODE else {}
             self._closing = stack.pop_all()
