@@ -6,11 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 
 import structlog
 
 from kvbridge import __version__
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
+from kvbridge.config.loading import read_token
 from kvbridge.config.schema import RouterConfig
 from kvbridge.core.ids import Role
 from kvbridge.core.process import moment
@@ -40,7 +42,8 @@ class RouterDaemon(Daemon):
         limit_s = config.timeouts.health_s
         self._replicas = self.open_directory(config.bootstrap, timeout_s=limit_s, key="timeouts.health_s")
         listings = [replica.instances for replica in self._replicas]
-        self._watch = ServerWatch(self.servers, self._upstream, config.timeouts, listings)
+        token = partial(read_token, config.http, key="http.token_file")
+        self._watch = ServerWatch(self.servers, self._upstream, config.timeouts, listings, token)
 
     async def start(self) -> None:
         """Open the endpoint, also while servers do not answer: `/ready` gives the reason."""
@@ -104,7 +107,7 @@ class RouterDaemon(Daemon):
                     problem=one.problem,
                     outstanding=one.outstanding,
                     load_tokens=one.load,
-                    paired=one.pairs and one.addresses is not None,
+                    paired=one.directory is not None or (one.pairs and one.addresses is not None),
                 )
                 for one in self.servers.all()
             ),

@@ -1,6 +1,6 @@
-"""Bodies of OpenAI requests, and the `kv_transfer_params` that the router sends to each server.
+"""Bodies of OpenAI requests, and the members that the router adds for each server: `kv_transfer_params`, or those of SGLang.
 
-The router never passes on a client's own `kv_transfer_params`: they name addresses, to which a decode server would connect.
+The router never passes on a client's own ones: they name addresses, to which a decode server would connect.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbridge.core.errors import InvalidInputError
+from kvbridge.router.sglang import BOOTSTRAP
 
-Params = Mapping[str, Any]
-"""`kv_transfer_params`."""
+Added = Mapping[str, Any]
+"""Members that the router adds to a body."""
 Body = tuple[bytes, bytes]
 """The text of a JSON object, in two parts. The first part is long, and the same in all attempts."""
 PARAMS = "kv_transfer_params"
@@ -21,8 +22,10 @@ EXTRA_ARGUMENTS = "vllm_xargs"
 """vLLM passes this member to its engine unchanged, and puts the parameters there as well."""
 OURS = "kvbridge"
 """kvbridge's section of the parameters."""
-NOT_SHARED = ("max_tokens", "max_completion_tokens", "stream", "stream_options", "min_tokens", "min_completion_tokens")
-"""Members for decode only: prefill answers one token without a stream, and would refuse some of these."""
+STREAM = ("stream", "stream_options")
+"""Members for decode only: prefill answers without a stream."""
+NOT_SHARED = (*STREAM, "max_tokens", "max_completion_tokens", "min_tokens", "min_completion_tokens")
+"""Members that vLLM's prefill does not get either: it answers one token, and would refuse some of these."""
 LOOKED_AT = frozenset(
     {"prompt", "messages", "stream", "n", "best_of", "use_beam_search", "echo", "prompt_logprobs", EXTRA_ARGUMENTS}
 )
@@ -35,16 +38,19 @@ TEXT_BYTES_PER_TOKEN = 4
 OTHER_PART_TOKENS = 1_000
 """Estimated tokens of a picture, or of any other part that is no text."""
 
-HOLD: Params = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    # Connectors other than ours ask for these.
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
+HOLD: Added = {
+    PARAMS: {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        # Connectors other than ours ask for these.
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
 }
-"""Parameters for prefill in plain order."""
+"""For prefill in plain order."""
+SEVERAL_PROMPTS = "several prompts"
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ class Asked:
     """Headers for the servers."""
     shared: bytes
     """The beginning of both bodies: the members that both servers get."""
-    for_decode_only: bytes
-    for_prefill_only: bytes
+    not_shared: Mapping[str, bytes]
+    """The texts of `NOT_SHARED`."""
     stream: bool
     size: int
     """Estimated tokens of the prompt, at least 1."""
@@ -82,33 +88,35 @@ class Asked:
         if isinstance(xargs, dict) and PARAMS in xargs:
             del xargs[PARAMS]
             texts[EXTRA_ARGUMENTS] = json.dumps(xargs).encode()
-        texts.pop(PARAMS, None)
-        own = {name: texts.pop(name) for name in NOT_SHARED if name in texts}
-        told = {"max_tokens": b"1", "stream": b"false"}
-        if "max_completion_tokens" in own:
-            told["max_completion_tokens"] = b"1"
+        for name in (PARAMS, *BOOTSTRAP):
+            texts.pop(name, None)
+        not_shared = {name: texts.pop(name) for name in NOT_SHARED if name in texts}
         return cls(
             path,
             headers,
             shared=b"{" + _written(texts),
-            for_decode_only=_written(own),
-            for_prefill_only=_written(told),
+            not_shared=not_shared,
             stream=bool(values.get("stream")),
             size=1 + _tokens(values.get("messages", values.get("prompt"))),
             decode_alone=_decode_alone(values),
         )
 
-    def for_prefill(self, params: Params) -> Body:
-        """Return the body for prefill, which asks for the first token alone."""
-        return self._body(self.for_prefill_only, params)
+    def for_prefill(self, added: Added) -> Body:
+        """Return the body for prefill. Decode samples the first token of vLLM's answer, prefill that of SGLang's."""
+        own = {"stream": b"false"}
+        if PARAMS not in added:
+            own |= {name: text for name, text in self.not_shared.items() if name not in STREAM}
+        else:
+            own |= {"max_tokens": b"1"}
+            own |= {"max_completion_tokens": b"1"} if "max_completion_tokens" in self.not_shared else {}
+        return self._body(own, added)
 
-    def for_decode(self, params: Params | None) -> Body:
-        """Return the body for decode. Without `params` decode computes the prompt itself."""
-        return self._body(self.for_decode_only, params)
+    def for_decode(self, added: Added) -> Body:
+        """Return the body for decode. With nothing added decode computes the prompt itself."""
+        return self._body(self.not_shared, added)
 
-    def _body(self, own: bytes, params: Params | None) -> Body:
-        ours = _written({PARAMS: json.dumps(params).encode()}) if params else b""
-        rest = b",".join(filter(None, (own, ours)))
+    def _body(self, own: Mapping[str, bytes], added: Added) -> Body:
+        rest = _written({**own, **{name: json.dumps(value).encode() for name, value in added.items()}})
         separator = b"," if rest and len(self.shared) > 1 else b""
         return self.shared, separator + rest + b"}"
 
@@ -142,18 +150,18 @@ def _decode_alone(values: Mapping[str, Any]) -> str:
     if any(values.get(key) not in (None, 1) for key in ("n", "best_of")) or values.get("use_beam_search"):
         return "several answers"
     if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "several prompts"
+        return SEVERAL_PROMPTS
     if values.get("echo") or values.get("prompt_logprobs") is not None:
         return "the prompt's own probabilities"
     return ""
 
 
-def paired_params(room: int, addresses: Any) -> tuple[Params, Params]:  # noqa: ANN401 - passed on as they are
+def paired_params(room: int, addresses: Any) -> tuple[Added, Added]:  # noqa: ANN401 - passed on as they are
     """Return the parameters for prefill and for decode. The room is a string, because many parsers read numbers as doubles."""
     named = {"room": str(room)}
     return (
-        {"do_remote_decode": True, "do_remote_prefill": False, OURS: named},
-        {"do_remote_decode": False, "do_remote_prefill": True, OURS: named | {"prefill": addresses}},
+        {PARAMS: {"do_remote_decode": True, "do_remote_prefill": False, OURS: named}},
+        {PARAMS: {"do_remote_decode": False, "do_remote_prefill": True, OURS: named | {"prefill": addresses}}},
     )
 
 
@@ -161,8 +169,8 @@ def paired_params(room: int, addresses: Any) -> tuple[Params, Params]:  # noqa: 
 class HeldPrompt:
     """Prefill's answer."""
 
-    params: Mapping[str, Any] | None
-    """Parameters that decode is sent unchanged. None: prefill holds nothing."""
+    added: Added
+    """Parameters that decode is sent unchanged. Empty: prefill holds nothing."""
     addresses: Any = None
     """Addresses at which decode reaches the prefill node. None: another connector has answered."""
     room: Any = None
@@ -176,9 +184,9 @@ class HeldPrompt:
             raise ValueError("no JSON object")  # noqa: TRY004 - it came over a socket
         params = answer.get(PARAMS)
         if not isinstance(params, dict):
-            return cls(None)
-        ours = params.get(OURS)
-        return cls(params, ours.get("prefill") or None, ours.get("room")) if isinstance(ours, dict) else cls(params)
+            return cls({})
+        added, ours = {PARAMS: params}, params.get(OURS)
+        return cls(added, ours.get("prefill") or None, ours.get("room")) if isinstance(ours, dict) else cls(added)
 
 
 def _tokens(asked: Any) -> int:  # noqa: ANN401 - from a client

@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 import structlog
 
 from kvbridge.config.schema import DispatchOrder, RouterConfig
-from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, NotReadyError, PeerError
+from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.process import monotonic
-from kvbridge.router.bodies import HOLD, Asked, HeldPrompt, Params, paired_params
+from kvbridge.router import sglang
+from kvbridge.router.bodies import HOLD, SEVERAL_PROMPTS, Added, Asked, HeldPrompt, paired_params
 from kvbridge.router.servers import OpenAiServers, Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
@@ -205,10 +206,10 @@ class Router:
     async def _until_answered(self, asked: Asked, stack: AsyncExitStack) -> Answer:
         failures: list[FailedAttemptError] = []
         avoid: set[Server] = set()
-        left = ATTEMPTS
+        left, alone = ATTEMPTS, self._decode_alone(asked)
         while left:
             try:
-                prefill, decode = self.servers.choose_pair(avoid, alone=bool(asked.decode_alone))
+                prefill, decode = self.servers.choose_pair(avoid, alone=alone)
             except NotReadyError:
                 if failures:
                     break
@@ -234,6 +235,16 @@ class Router:
             return answers[-1]
         tried = "; ".join(dict.fromkeys(map(str, failures)))
         raise PeerError(f"nothing was answered, and {len(failures)} attempts have failed: {tried}")
+
+    def _decode_alone(self, asked: Asked) -> bool:
+        """Whether decode computes the prompt. Raises InvalidInputError where decode cannot."""
+        is_sglang = any(one.directory for one in self.servers.of(Role.DECODE))
+        if is_sglang and asked.decode_alone not in {"", SEVERAL_PROMPTS}:
+            raise InvalidInputError(
+                f"the request asks for {asked.decode_alone}: behind this router are pairs of SGLang, which give one answer without "
+                "the prompt (take n, best_of, echo and prompt_logprobs out)"
+            )
+        return bool(asked.decode_alone) and not is_sglang
 
     def _blamed(self, failure: FailedAttemptError, prefill: Server | None, avoid: set[Server]) -> set[Server]:
         """Return the servers to avoid. When the only decode server fails, maybe it could not load what prefill held."""
@@ -269,18 +280,22 @@ class Attempt:
     async def run(self, prefill: Server | None) -> Answer:
         """Return an answer whose first bytes have come. Raises FailedAttemptError."""
         if prefill is None:
-            return await self._decode(None, "decode_alone")
-        if self._router.config.order is DispatchOrder.PAIRED and prefill.pairs and prefill.addresses is not None:
-            return await self._run_paired(prefill)
+            return await self._decode({}, "decode_alone")
+        pairs = self._router.config.order is DispatchOrder.PAIRED and prefill.pairs and prefill.addresses is not None
+        if pairs or prefill.directory is not None:
+            return await self._run_paired(prefill, prefill.directory)
         held = await self._prefill(prefill, HOLD)
         if isinstance(held, Answer):
             return held
         prefill.addresses = held.addresses
-        return await self._decode(held.params, "plain")
+        return await self._decode(held.added, "plain")
 
-    async def _run_paired(self, prefill: Server) -> Answer:
+    async def _run_paired(self, prefill: Server, directory: sglang.Directory | None) -> Answer:
         room, told = self._router.draw_room(), prefill.addresses
-        to_prefill, to_decode = paired_params(room, told)
+        if directory is None:
+            to_prefill, to_decode = paired_params(room, told)
+        else:
+            to_prefill = to_decode = sglang.members(directory)
         prefilling = asyncio.create_task(self._prefill(prefill, to_prefill))
         decoding = asyncio.create_task(self._decode(to_decode, "paired"))
         self._tasks += [prefilling, decoding]
@@ -291,6 +306,8 @@ class Attempt:
         held = prefilling.result()  # when both have failed, decode failed because prefill did
         if isinstance(held, Answer):
             return held
+        if directory is not None:
+            return await decoding
         prefill.addresses = held.addresses
         if held.room == str(room):
             if held.addresses == told:
@@ -299,16 +316,16 @@ class Attempt:
         # The server does not take rooms from us, or holds nothing. Its parameters are valid all the same.
         prefill.pairs = held.addresses is None
         await self.close()
-        return await self._decode(held.params, "plain")
+        return await self._decode(held.added, "plain")
 
     # ------------------------------------------------------------------ one server
 
-    async def _prefill(self, server: Server, params: Params) -> HeldPrompt | Answer:
-        return await self._unless_lost(server, self._ask_prefill(server, params))
+    async def _prefill(self, server: Server, added: Added) -> HeldPrompt | Answer:
+        return await self._unless_lost(server, self._ask_prefill(server, added))
 
-    async def _ask_prefill(self, server: Server, params: Params) -> HeldPrompt | Answer:
+    async def _ask_prefill(self, server: Server, added: Added) -> HeldPrompt | Answer:
         with server.serving(self._asked.size):
-            async with self._router.upstream.post(server.url, self._asked.for_prefill(params), self._asked) as upstream:
+            async with self._router.upstream.post(server.url, self._asked.for_prefill(added), self._asked) as upstream:
                 content = await upstream.read()
         if upstream.status != HTTPStatus.OK:
             return _unless_failed(server, Answer(upstream.status, upstream.headers, content, _nothing(), "plain"))
@@ -317,13 +334,13 @@ class Attempt:
         except ValueError as error:
             raise FailedAttemptError(server, "broken", f"answered what is no completion: {error}") from error
 
-    async def _decode(self, params: Params | None, order: str) -> Answer:
-        return await self._unless_lost(self._decode_server, self._ask_decode(params, order))
+    async def _decode(self, added: Added, order: str) -> Answer:
+        return await self._unless_lost(self._decode_server, self._ask_decode(added, order))
 
-    async def _ask_decode(self, params: Params | None, order: str) -> Answer:
+    async def _ask_decode(self, added: Added, order: str) -> Answer:
         server, asked = self._decode_server, self._asked
         self._open.enter_context(server.serving(asked.size))
-        opening = self._router.upstream.post(server.url, asked.for_decode(params), asked)
+        opening = self._router.upstream.post(server.url, asked.for_decode(added), asked)
         upstream = await self._open.enter_async_context(opening)
         if upstream.status != HTTPStatus.OK:
             content = await upstream.read()

@@ -22,8 +22,9 @@ from httpx_aiohttp import AiohttpTransport
 from kvbridge.api.client import is_refused_connection, is_timeout
 from kvbridge.api.directory import InstanceView
 from kvbridge.config.schema import RouterTimeouts
-from kvbridge.core.errors import BridgeError, NotReadyError, PeerError
+from kvbridge.core.errors import BridgeError, NotReadyError, PeerError, UnauthorizedError
 from kvbridge.core.ids import Role
+from kvbridge.router import sglang
 from kvbridge.router.bodies import Asked, Body
 
 log = structlog.get_logger(__name__)
@@ -53,6 +54,10 @@ class Server:
     """Addresses of a prefill server's node for decode, from an answer of the server; None: no answer has named them yet."""
     pairs: bool = True
     """Whether it accepts the room that a request names, as far as is known."""
+    directory: sglang.Directory | None = None
+    """Of one of SGLang's pairs. None: of another engine."""
+    is_known: bool = False
+    """Whether its engine has been asked for since it began to listen."""
     outstanding: int = 0
     """Requests under way."""
     load: int = 0
@@ -97,7 +102,7 @@ class Server:
     def is_gone(self, problem: str) -> bool:
         """Send no request there before the next good check. Return whether the server was well before."""
         # The next server that starts at this URL has other addresses, and may be another release.
-        news, self.problem, self.addresses, self.pairs = not self.problem, problem, None, True
+        news, self.problem, self.addresses, self.pairs, self.is_known = not self.problem, problem, None, True, False
         return news
 
 
@@ -276,12 +281,17 @@ class ServerWatch:
         upstream: OpenAiServers,
         timeouts: RouterTimeouts,
         listings: Iterable[Callable[[], Awaitable[tuple[InstanceView, ...]]]] = (),
+        token: Callable[[], str] = str,
     ) -> None:
-        """`listings`: one function for each replica of the directory, which asks the replica for its instances."""
+        """`listings`: one function for each replica of the directory, which asks the replica for its instances.
+
+        `token`: the bearer token for servers that answer nobody else.
+        """
         self._servers = servers
         self._upstream = upstream
         self._timeouts = timeouts
         self._listings = tuple(listings)
+        self._token = token
         self._watched: dict[Server, asyncio.Task[None]] = {}
         self.problem = "the directory has not been read yet" if self._listings else ""
         """Reason why the directory's last answer may be out of date; empty when it is not."""
@@ -315,16 +325,34 @@ class ServerWatch:
             ):
                 await answer.read()
                 problem = "" if answer.status == HTTPStatus.OK else f"/health answered {answer.status}"
-        except UpstreamError as error:
+                if not problem and not server.is_known:
+                    await self._know(server)
+        except BridgeError as error:
             problem = str(error)
         except TimeoutError:
-            problem = f"/health was not answered within {self._timeouts.health_s:g} s (timeouts.health_s)"
+            problem = f"its health was not told within {self._timeouts.health_s:g} s (timeouts.health_s)"
         except Exception as error:  # noqa: BLE001 - a node names the URL: no URL may end the checks
             problem = f"it cannot be asked: {type(error).__name__}: {error}"
         if not problem and server.is_well():
             log.info("server_is_well", peer_role=server.role.value, url=server.url)
         elif problem and server.is_ill(problem):
             log.warning("server_is_out", peer_role=server.role.value, url=server.url, reason=problem)
+
+    async def _know(self, server: Server) -> None:
+        """Ask a server whether it is one of SGLang's pairs. Raises a BridgeError that says why that is not known."""
+        token = self._token()
+        shown = {"authorization": f"Bearer {token}"} if token else {}
+        async with self._upstream.get(f"{server.url}{sglang.INFO}", shown) as answer:
+            info = await answer.read()
+        if answer.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+            raise UnauthorizedError(
+                f"{sglang.INFO} answered {answer.status}: put the server's --api-key first into the router's --token-file"
+            )
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise UpstreamError(f"{sglang.INFO} answered {answer.status}")
+        is_there = answer.status == HTTPStatus.OK
+        server.directory = sglang.read_directory(server.role, server.url, info) if is_there else None
+        server.is_known = True
 
     async def run(self) -> None:
         """Ask the directory for ever."""

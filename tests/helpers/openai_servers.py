@@ -1,4 +1,4 @@
-"""Small servers of the OpenAI API that behave as vLLM's prefill and decode servers do, and fail when they are told to."""
+"""Small servers of the OpenAI API that behave as those of vLLM or SGLang do, and fail when they are told to."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ class Received:
     def ours(self) -> dict[str, Any]:
         return self.params.get("kvbridge", {})
 
+    @property
+    def room(self) -> Any:
+        return self.ours.get("room", self.body.get("bootstrap_room"))
+
 
 class Closed(Exception):  # noqa: N818 - no error
     """The server is to close the connection where it is."""
@@ -58,6 +62,8 @@ class OpenAiServer:
         self.name = name
         self.connector = connector
         self.addresses: Any = ADDRESSES
+        self.info: dict[str, Any] = {}
+        """The answer to /server_info; without any it is 404."""
         self.received: list[Received] = []
         self.came = asyncio.Condition()
         self.status = 200
@@ -104,6 +110,8 @@ class OpenAiServer:
             await _respond(send, self.health, b"", "text/plain")
         elif scope["path"] == "/v1/models":
             await _respond(send, 200, json.dumps({"data": [{"id": self.name}]}).encode())
+        elif scope["path"] == "/server_info":
+            await _respond(send, self.info.get("status", 200) if self.info else 404, json.dumps(self.info).encode())
         else:
             await self._complete(scope, receive, send)
 
@@ -143,8 +151,10 @@ class OpenAiServer:
         elif received.params.get("do_remote_decode"):
             await _respond(send, 200, json.dumps(self._held(received)).encode())
         else:
-            if (room := received.ours.get("room")) is not None:
-                await self.rooms.of(room).wait()
+            if self.info.get("disaggregation_mode") == "prefill":
+                self.rooms.of(received.room).set()
+            elif received.room is not None:
+                await self.rooms.of(received.room).wait()
             await (self._stream(send) if received.body.get("stream") else self._whole(received, send))
         received.answered = True
 

@@ -23,6 +23,10 @@ class Fleet:
         self.rooms = HeldRooms()
         self.prefill = [OpenAiServer(self.rooms, name=f"p{number}", connector=connector) for number in range(prefill)]
         self.decode = [OpenAiServer(self.rooms, name=f"d{number}") for number in range(decode)]
+        if connector == "sglang":
+            for mode, servers in (("prefill", self.prefill), ("decode", self.decode)):
+                for server in servers:
+                    server.info = {"disaggregation_mode": mode, "disaggregation_bootstrap_port": 8998}
         self.router: RouterDaemon
         self.client: httpx.AsyncClient
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.router.bodies import HOLD, MOST_VALUES, PARAMS, Asked, Body, HeldPrompt
+from kvbridge.router.sglang import BOOTSTRAP, members
 
 
 def asked(**body: object) -> Asked:
@@ -34,6 +35,17 @@ def test_a_chat_may_have_another_name_for_its_length():
     assert "max_completion_tokens" not in sent(asked(messages=[], max_tokens=3).for_prefill(HOLD))
 
 
+def test_prefill_of_sglang_samples_the_first_token_as_the_client_wants_it():
+    mine = asked(
+        prompt="p", stream=True, stream_options={"include_usage": True}, max_tokens=9, min_tokens=3, temperature=1
+    )
+    added = members({"bootstrap_host": "h", "bootstrap_port": 8998})
+    prefill, decode = sent(mine.for_prefill(added)), sent(mine.for_decode(added))
+    assert prefill == {**added, "prompt": "p", "stream": False, "max_tokens": 9, "min_tokens": 3, "temperature": 1}
+    assert decode == prefill | {"stream": True, "stream_options": {"include_usage": True}}
+    assert 0 < added["bootstrap_room"] < 1 << 63
+
+
 HOSTILE = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
 
 
@@ -44,22 +56,24 @@ HOSTILE = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
         f'"kv_transfer_params": {HOSTILE}',
         f'"kv_transfer_params": {HOSTILE}, "x": 1, "kv_transfer_params": {HOSTILE}',
         f'"kv\\u005ftransfer_params": {HOSTILE}, "kv_transfer_params": null',
+        '"bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap\\u005froom": 7',
         f'"vllm_xargs": {{"a": 1, "kv_transfer_params": {HOSTILE}}}',
         f'"vllm_xargs": {{"kv_transfer_params": {HOSTILE}, "kv_transfer\\u005Fparams": "x"}}',
         f'"vllm_xargs": {{"kv_transfer_params": {HOSTILE}}}, "vllm\\u005fxargs": {{"kv_transfer_params": {HOSTILE}}}',
     ],
-    ids=["once", "twice", "escaped", "inside", "inside, twice", "inside of two"],
+    ids=["once", "twice", "escaped", "of SGLang", "inside", "inside, twice", "inside of two"],
 )
 def test_parameters_of_clients_are_dropped(hostile, more):
     """They name addresses. Neither a server nor its engine may read them."""
     mine = Asked.read("/v1/completions", f'{{"prompt": "p", {more}{hostile}}}'.encode(), {})
-    for body in (mine.for_decode(None), mine.for_prefill(HOLD), mine.for_decode({"ours": 1})):
+    for body in (mine.for_decode({}), mine.for_prefill(HOLD), mine.for_decode({PARAMS: {"ours": 1}})):
         assert b"10.0.0.1" not in b"".join(body)
         names = [name for name, _ in json.loads(b"".join(body), object_pairs_hook=list)]
         assert len(names) == len(set(names))
         assert PARAMS not in sent(body).get("vllm_xargs", {})
-    assert PARAMS not in sent(mine.for_decode(None))
-    assert sent(mine.for_decode(None)).get("vllm_xargs", {}).get("a", 1) == 1
+        assert not set(sent(body)) & set(BOOTSTRAP)
+    assert PARAMS not in sent(mine.for_decode({}))
+    assert sent(mine.for_decode({})).get("vllm_xargs", {}).get("a", 1) == 1
 
 
 def test_a_body_of_too_many_values_is_refused_before_they_are_made():
@@ -119,6 +133,7 @@ def test_what_one_room_cannot_serve(body, reason):
 )
 def test_what_prefill_holds(answer, params, addresses):
     held = HeldPrompt.read(json.dumps(answer).encode())
-    assert held.params == (answer["kv_transfer_params"] if params is ... else params)
+    params = answer["kv_transfer_params"] if params is ... else params
+    assert held.added == ({PARAMS: params} if params else {})
     assert held.addresses == addresses
     assert held.room == ("7" if '"7"' in json.dumps(answer) else None)
