@@ -55,7 +55,7 @@ class Server:
     pairs: bool = True
     """Whether it accepts the room that a request names, as far as is known."""
     directory: sglang.Directory | None = None
-    """Of one of SGLang's pairs. None: of another engine."""
+    """Directory of a server of SGLang's pairs. None: its engine is another one."""
     is_known: bool = False
     """Whether its engine has been asked for since it began to listen."""
     outstanding: int = 0

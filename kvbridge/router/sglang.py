@@ -1,7 +1,7 @@
 """Pairs of SGLang servers: what a router tells both of a request.
 
-Both servers get a request at once, with a room and the address of the prefill server's directory. Decode asks there for the node that
-has the prompt's KV cache. `/server_info` says which server is one of a pair, and the directory's port.
+Both servers get a request at once, with a room and the address of the prefill server's directory. Decode asks there for the
+node that has the prompt's KV cache. `/server_info` says which server is one of a pair, and the directory's port.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INFO = "/server_info"
 HOST, PORT, ROOM = BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 MODES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 ROOMS = (1 << 63) - (1 << 22)
-"""Rooms have 63 bits. Of a list of prompts, SGLang gives the first one the room, and the others the numbers behind the room."""
+"""Rooms have 63 bits. SGLang gives the room to the first prompt of a list, and the numbers behind the room to the others."""
 
 Directory = Mapping[str, Any]
 """Address of a prefill server's directory, as members of a request."""
