@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.sglang.fleet import DECODES, Fleet
-from tests.sglang.servers import CHUNK_TOKENS, PAGE_TOKENS, Pair
-from tests.vllm.prompts import fresh
+from tests.engines.fleet import CHUNK_TOKENS, DECODES
+from tests.engines.prompts import fresh
+from tests.sglang.fleet import Fleet
+from tests.sglang.servers import PAGE_TOKENS, Pair
 
 pytestmark = pytest.mark.parametrize("decode", DECODES)
 LENGTHS = {37: 8, 512: 4, 1500: 4, 1: 1, PAGE_TOKENS: 1, PAGE_TOKENS + 1: 1, CHUNK_TOKENS + 1: 1, 3600: 1}

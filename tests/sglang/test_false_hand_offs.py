@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sglang.fleet import DECODES, Fleet
-from tests.vllm.prompts import Answer, fresh
-from tests.vllm.servers import together
+from tests.engines.fleet import DECODES
+from tests.engines.prompts import Answer, fresh
+from tests.engines.servers import together
+from tests.sglang.fleet import Fleet
 
 LIMIT_S = 60.0
 pytestmark = pytest.mark.parametrize("decode", DECODES)

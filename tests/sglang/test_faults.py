@@ -9,10 +9,11 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.sglang.fleet import DECODES, Fleet
-from tests.vllm.processes import GONE_S, end, frozen, send
-from tests.vllm.prompts import fresh
-from tests.vllm.servers import under_way, wait_until
+from tests.engines.fleet import DECODES
+from tests.engines.processes import GONE_S, end, frozen, send
+from tests.engines.prompts import fresh
+from tests.engines.servers import under_way, wait_until
+from tests.sglang.fleet import Fleet
 
 KILLED_S, STOPPED_S = 5.0, 20.0
 """For the clients of decode to have an answer."""
@@ -31,12 +32,6 @@ STRIKES: dict[str, tuple[float, Strike]] = {
         lambda fleet: send(signal.SIGKILL, [fleet.servers[decode].node() for decode in DECODES]),
     ),
 }
-
-
-def wait_served(fleet: Fleet, decode: str) -> None:
-    """Wait until prefill and decode serve each other, after one of them was started again."""
-    pair, asked = fleet.pair(decode), fresh(200)
-    wait_until(lambda: not fleet.wrong(asked, pair.ask(asked)), f"{decode} gets what prefill computes", 90.0)
 
 
 @pytest.mark.parametrize("strike", STRIKES)
@@ -73,7 +68,7 @@ def test_something_strikes_in_the_middle_of_a_request(fleet: Fleet, strike: str,
         end(left)
         fleet.restart("prefill")
     for decode in DECODES:
-        wait_served(fleet, decode)
+        fleet.wait_hand_over(decode)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -105,4 +100,4 @@ def test_a_decode_server_is_killed(fleet: Fleet) -> None:
             result.exception(90.0)
     fleet.assert_right([other], [fleet.pair("nixl").ask(other)])
     fleet.restart("mooncake")
-    wait_served(fleet, "mooncake")
+    fleet.wait_hand_over("mooncake")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 
-from tests.sglang.servers import Setup, environment
-from tests.vllm.servers import ROOT
+from tests.engines.servers import ROOT, Setup
+from tests.sglang.servers import environment
 
 
 def test_every_buffer_of_deepseek_v4_is_a_component(setup: Setup) -> None:

@@ -1,78 +1,36 @@
-"""Real vLLM servers on loopback, in vLLM's own environment: started, asked, looked into, struck and ended."""
+"""Real vLLM servers: how they are started and asked, alone and as a pair."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
-import signal
-import socket
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import httpx
-import psutil
+from tests.engines import servers
+from tests.engines.prompts import Answer, distances
+from tests.engines.servers import ANSWER_S, Setup, free_port, together
 
-from tests.vllm import processes
-from tests.vllm.prompts import Answer
-
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
-START_S = 480.0
-ANSWER_S = 120.0
-"""For one answer; a request that takes longer hangs."""
-IDLE_S = 60.0
-"""For a server to have given back all blocks and rooms after its last answer."""
-END_S = 15.0
-NOT_GIVEN_OUT = 20_000, 32_000
-"""Ports below those that Linux gives to whoever names none (`net.ipv4.ip_local_port_range`)."""
-_LOOK_S = 0.05
-_LAST_LINES = 60
-T = TypeVar("T")
+BLOCK_TOKENS = 128
+"""vLLM's on a processor."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    python: Path
-    """The interpreter of vLLM's environment."""
-    directory: Path
-    """For logs and models."""
+class Plan(servers.Plan):
+    """One server."""
 
-    def model(self, shape: str) -> Path:
-        """Return a model, made when there is none of this making."""
-        directory, script = self.directory / shape, HERE / "models.py"
-        written = directory / "model.safetensors"
-        if not written.exists() or written.stat().st_mtime < script.stat().st_mtime:
-            command = [self.python, script, shape, directory]
-            subprocess.run(command, check=True, capture_output=True, timeout=START_S)
-        return directory
-
-
-def free_port() -> int:
-    """Return a port for vLLM, which wants a number and takes a minute to use it; none that the kernel gives out meanwhile."""
-    while True:
-        with socket.socket() as listening, suppress(OSError):
-            listening.bind(("127.0.0.1", random.randrange(*NOT_GIVEN_OUT)))
-            return int(listening.getsockname()[1])
-
-
-@dataclass(frozen=True)
-class Plan:
-    name: str
     transfer: Mapping[str, Any] | None = None
     """`--kv-transfer-config`."""
-    arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    shape: str = "tiny"
     dtype: str = "float32"
     """Near ties of bfloat16 are decided by what else is in a batch; those of float32 are rare."""
+    blocks: int = 0
+    """Of the KV cache; 0: as many as fit into 1 GiB."""
 
 
 def kvbridge(role: str, *, policy: str = "recompute", **extra: Any) -> dict[str, Any]:
@@ -104,103 +62,36 @@ def nixl_plan(name: str, role: str, *, policy: str = "recompute", **extra: Any) 
     return Plan(name, transfer, environment=environment)
 
 
-class Server:
-    """A running vLLM. `wait_ready` before anything is asked."""
+class Server(servers.Server):
+    """A running vLLM."""
 
-    def __init__(self, setup: Setup, plan: Plan, *, blocks: int = 0) -> None:
-        """Start it, in the main thread, with which it ends. `blocks`: of its KV cache (0: as many as fit into 1 GiB)."""
-        self.plan = plan
-        self.port = free_port()
-        self.log = setup.directory / f"{plan.name}.log"
+    FORGET = "/reset_prefix_cache"  # in vLLM's development mode
+    plan: Plan
+
+    def _command(self, setup: Setup) -> tuple[list[str], dict[str, str]]:
+        plan = self.plan
         self.model = str(setup.model(plan.shape))
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=ANSWER_S, trust_env=False)
-        self._begun_s = time.monotonic()
         command = [
             *(str(setup.python), "-m", "vllm.entrypoints.openai.api_server", "--model", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", plan.dtype, "--max-model-len", "2048"),
             *("--enforce-eager", "--disable-uvicorn-access-log"),
-            *(("--num-gpu-blocks-override", str(blocks)) if blocks else ()),
+            *(("--num-gpu-blocks-override", str(plan.blocks)) if plan.blocks else ()),
             *(("--kv-transfer-config", json.dumps(dict(plan.transfer))) if plan.transfer else ()),
             *plan.arguments,
         ]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=setup.directory,
-                env=self._environment() | dict(plan.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is ours, and we end it
-                preexec_fn=processes.die_with_parent,  # noqa: PLW1509 - one system call, and no lock is taken
-            )
-        self._is_ending = False
-        self._known: dict[int, psutil.Process] = {}
-        """All that were ever seen below it: a child outlives its parent."""
-
-    @staticmethod
-    def _environment() -> dict[str, str]:
-        threads = str(max(1, (os.cpu_count() or 2) // 2))
-        return {
+        return command, {
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": threads,
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // 2)),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_SERVER_DEV_MODE": "1",
+            **plan.environment,
         }
 
-    def wait_ready(self) -> None:
-        """Wait until it answers. Raises AssertionError with the end of its log."""
-        until_s = self._begun_s + START_S
-        while not self.is_healthy():
-            assert self._process.poll() is None, f"{self.plan.name} has ended instead of starting:\n{self.tail()}"
-            assert time.monotonic() < until_s, f"{self.plan.name} does not answer after {START_S:g} s:\n{self.tail()}"
-            time.sleep(0.5)
-        self.started_s = time.monotonic() - self._begun_s
-        self.tree()
-
-    def tree(self) -> list[psutil.Process]:
-        found = processes.tree(self._process.pid)
-        self._known.update({one.pid: one for one in found})
-        return found
-
-    def engine(self) -> list[psutil.Process]:
-        """Return the processes in which it schedules and computes, without the node."""
-        return [one for one in self.tree()[1:] if not processes.is_node(one)]
-
-    def node(self) -> psutil.Process:
-        """Return the node that kvbridge runs beside it. Raises AssertionError when there is none."""
-        nodes = [one for one in self.tree() if processes.is_node(one)]
-        found = [one for one in nodes if one.parent() and one.parent() not in nodes]
-        assert len(found) == 1, f"{self.plan.name} has nodes {found}"
-        return found[0]
-
-    def ask_to_end(self) -> None:
-        """Have it begin to end, as Ctrl-C does."""
-        self.tree()
-        if not self._is_ending:
-            self._is_ending = True
-            processes.send(signal.SIGINT, list(self._known.values())[:1])
-
-    def end(self, *, grace_s: float = END_S) -> None:
-        """End it with all that it has started. `grace_s` 0: without a warning."""
-        if grace_s:
-            self.ask_to_end()
-        self.tree()
-        processes.end(list(self._known.values()), grace_s=grace_s)
-        self._process.wait(END_S)
-        self._client.close()
-
-    def tail(self, lines: int = _LAST_LINES) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def is_healthy(self) -> bool:
-        try:
-            return self._client.get("/health", timeout=5.0).status_code == 200
-        except httpx.HTTPError:
-            return False
+    def has_node(self) -> bool:
+        return (self.plan.transfer or {}).get("kv_connector") == "KvbridgeConnector"
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples with these labels; 0 without one."""
@@ -212,28 +103,10 @@ class Server:
     def loads(self) -> float:
         return self.metric("vllm:num_requests_kv_fetch_by_stage", stage="in_progress")
 
-    def rooms_completed(self) -> int:
-        return sum(int(peer["rooms_completed"]) for peer in self.node_status()["traffic"].values())
-
     def used(self) -> dict[str, float]:
         """Return what of its cache and queues is in use; all are 0 when nobody wants anything."""
         names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
         return {name: value for name in names if (value := self.metric(f"vllm:{name}"))}
-
-    def forget(self) -> None:
-        """Forget the prefix cache (in vLLM's development mode)."""
-        self._client.post("/reset_prefix_cache").raise_for_status()
-
-    def node_status(self) -> dict[str, Any]:
-        return self._node_says("/status")
-
-    def room(self, room: int) -> dict[str, Any]:
-        return self._node_says(f"/v1/requests/{room}")
-
-    def _node_says(self, path: str) -> dict[str, Any]:
-        endpoint = json.loads((processes.config_of(self.node()).parent / "daemon.json").read_text())
-        answer = httpx.get(f"{endpoint['http_url']}{path}", timeout=20.0, trust_env=False)
-        return dict(answer.raise_for_status().json())
 
     def ask(
         self,
@@ -245,16 +118,8 @@ class Server:
         timeout_s: float = ANSWER_S,
     ) -> Answer:
         """Ask for a completion and return it whole. `further`: members of the body. Raises httpx.HTTPError without any answer."""
-        begun_s = time.monotonic()
         body = self._body(prompt, max_tokens, transfer) | dict(further or {})
-        answer = self._client.post("/v1/completions", json=body, timeout=timeout_s)
-        seconds = time.monotonic() - begun_s
-        if answer.status_code != 200:
-            return Answer(answer.status_code, reason=answer.text[:500], seconds=seconds)
-        body = answer.json()
-        choice = body["choices"][0]
-        told = body.get("kv_transfer_params")
-        return Answer(200, *_read(choice), choice["finish_reason"] or "", told, 0.0, seconds)
+        return self._post("/v1/completions", body, timeout_s, _answer)
 
     def stream(
         self,
@@ -302,9 +167,13 @@ class Server:
 
 def _read(choice: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
     logprobs = choice.get("logprobs") or {}
-    best = [sorted(top.values(), reverse=True) for top in logprobs.get("top_logprobs") or []]
-    gaps = tuple(values[0] - values[1] if len(values) > 1 else 0.0 for values in best)
-    return tuple(choice.get("token_ids") or ()), tuple(logprobs.get("token_logprobs") or ()), gaps
+    best = distances(top.values() for top in logprobs.get("top_logprobs") or [])
+    return tuple(choice.get("token_ids") or ()), tuple(logprobs.get("token_logprobs") or ()), best
+
+
+def _answer(body: Mapping[str, Any]) -> Answer:
+    (choice,) = body["choices"]
+    return Answer(200, *_read(choice), choice["finish_reason"] or "", body.get("kv_transfer_params"))
 
 
 ADDRESSES_OF = (5, 6, 7)
@@ -314,11 +183,9 @@ HOLD = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 @dataclass
-class Pair:
+class Pair(servers.Pair):
     """A prefill and a decode server, asked as a gateway asks them."""
 
-    prefill: Server
-    decode: Server
     _addresses: list[dict[str, str]] = field(default_factory=list)
 
     def hand_over(self, prompt: Sequence[int]) -> dict[str, Any]:
@@ -355,29 +222,3 @@ class Pair:
         room = str(secrets.randbits(53))
         to_decode = {"do_remote_prefill": True, "kvbridge": {"room": room, "prefill": self._addresses}}
         return HOLD | {"kvbridge": {"room": room}}, to_decode
-
-    def ask_together(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *, order: str = "plain"
-    ) -> list[Answer]:
-        return together([lambda one=one: self.ask(one, max_tokens, order=order) for one in prompts])
-
-
-def together(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Make calls at once, each in a thread of its own, and return what they return."""
-    with ThreadPoolExecutor(max(1, len(calls))) as pool:
-        return [one.result() for one in [pool.submit(call) for call in calls]]
-
-
-@contextmanager
-def under_way(calls: Sequence[Callable[[], T]]) -> Iterator[list[Future[T]]]:
-    with ThreadPoolExecutor(max(1, len(calls))) as pool:
-        yield [pool.submit(call) for call in calls]
-
-
-def wait_until(true: Callable[[], object], what: str, timeout_s: float = IDLE_S) -> float:
-    """Wait until something is true and return how long that took. Raises AssertionError."""
-    begun_s = time.monotonic()
-    while not true():
-        assert time.monotonic() - begun_s < timeout_s, f"not so after {timeout_s:g} s: {what}"
-        time.sleep(_LOOK_S)
-    return time.monotonic() - begun_s

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.fleet import CHUNK_TOKENS, DECODES, Fleet
-from tests.vllm.prompts import BLOCK_TOKENS, fresh
-from tests.vllm.servers import Pair
+from tests.engines.fleet import CHUNK_TOKENS, DECODES
+from tests.engines.prompts import fresh
+from tests.vllm.fleet import Fleet
+from tests.vllm.servers import BLOCK_TOKENS, Pair
 
 both_orders = pytest.mark.parametrize("order", ["plain", "paired"])
 """Prefill is asked first, or both at once under one room."""

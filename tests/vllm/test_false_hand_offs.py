@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.vllm.fleet import BLOCKS, DECODES, OFFER_S, Fleet
-from tests.vllm.prompts import BLOCK_TOKENS, Answer, fresh
-from tests.vllm.servers import Pair, Server, Setup, nixl_plan
+from tests.engines.fleet import DECODES
+from tests.engines.prompts import Answer, fresh
+from tests.engines.servers import Setup
+from tests.vllm.fleet import BLOCKS, OFFER_S, Fleet
+from tests.vllm.servers import BLOCK_TOKENS, Pair, Server, nixl_plan
 
 TOKENS = 8 * BLOCK_TOKENS - 24
 LATE_S = OFFER_S + 8.0

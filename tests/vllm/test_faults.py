@@ -13,10 +13,11 @@ from concurrent.futures import Future
 import psutil
 import pytest
 
-from tests.vllm.fleet import DECODES, Fleet
-from tests.vllm.processes import GONE_S, end, frozen, send
-from tests.vllm.prompts import Answer, fresh
-from tests.vllm.servers import under_way, wait_until
+from tests.engines.fleet import DECODES
+from tests.engines.processes import GONE_S, end, frozen, send
+from tests.engines.prompts import Answer, fresh
+from tests.engines.servers import under_way, wait_until
+from tests.vllm.fleet import Fleet
 
 FAILS_S = 30.0
 """For a request whose prefill is gone or frozen to end by its policy."""
@@ -90,7 +91,7 @@ def test_prefill_is_killed_before_during_and_after_a_transfer(fleet: Fleet, say:
 def strike_engine(fleet: Fleet, victim: str) -> None:
     """Kill one process of prefill: vLLM has its scheduler in one, and its worker in one below."""
     prefill = fleet.servers["prefill"]
-    scheduler = prefill.node().parent()
+    scheduler = prefill.scheduler()
     below = [one for one in prefill.engine() if one.parent() == scheduler]
     killed = [scheduler] if victim == "scheduler" else below
     assert len(killed) == 1, killed

@@ -14,9 +14,10 @@ import httpx
 import pytest
 
 from tests.docs.pages import blocks
-from tests.vllm import processes
-from tests.vllm.prompts import prompt
-from tests.vllm.servers import ROOT, START_S, Plan, Server, Setup, free_port, wait_until
+from tests.engines import processes
+from tests.engines.prompts import prompt
+from tests.engines.servers import ROOT, START_S, Setup, free_port, wait_until
+from tests.vllm.servers import Plan, Server
 
 
 def test_the_connector_class_is_what_vllm_wants(setup: Setup) -> None:

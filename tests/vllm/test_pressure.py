@@ -8,10 +8,12 @@ import time
 import httpx
 import pytest
 
-from tests.vllm.fleet import DECODES, OFFER_S, Fleet
-from tests.vllm.processes import frozen
-from tests.vllm.prompts import fresh
-from tests.vllm.servers import Server, together, under_way, wait_until
+from tests.engines.fleet import DECODES
+from tests.engines.processes import frozen
+from tests.engines.prompts import fresh
+from tests.engines.servers import together, under_way, wait_until
+from tests.vllm.fleet import OFFER_S, Fleet
+from tests.vllm.servers import Server
 from tests.vllm.test_answers import both_orders
 
 PREEMPTIONS = "vllm:num_preemptions_total"

@@ -16,7 +16,7 @@ from tests.bench.output import met, spread
 from tests.bench.output import table as text
 from tests.bench.vllm import measures
 from tests.bench.vllm.pairs import CONNECTORS, Pairs, Shape
-from tests.vllm.servers import ROOT, Setup
+from tests.engines.servers import ROOT, Setup
 
 FAT = Shape("fat", cache_gib=4, chunk_tokens=512)
 TINY = Shape("tiny", cache_gib=1, chunk_tokens=512)

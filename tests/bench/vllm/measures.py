@@ -13,8 +13,9 @@ import psutil
 
 from kvbridge.engine.vllm.requests import PARAMS_KEY
 from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, summary
-from tests.vllm.prompts import fresh
-from tests.vllm.servers import Server, together, wait_until
+from tests.engines.prompts import fresh
+from tests.engines.servers import together, wait_until
+from tests.vllm.servers import Server
 
 LENGTHS_TOKENS = (512, 1_500)
 """33 and 100 MB of the fat model: whole blocks of 8 MB."""

@@ -12,7 +12,8 @@ from statistics import median
 from typing import Self
 
 from tests.bench.output import percentile
-from tests.vllm.servers import Pair, Plan, Server, Setup, kvbridge, nixl_plan
+from tests.engines.servers import Setup
+from tests.vllm.servers import Pair, Plan, Server, kvbridge, nixl_plan
 
 CONNECTORS = ("kvbridge", "nixl")
 TIMED = Path(__file__).parent / "timed"

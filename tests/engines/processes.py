@@ -1,4 +1,4 @@
-"""Processes of a vLLM server: found by parentage, killed, frozen, and ended whatever happens."""
+"""Processes of an engine's server: found by parentage, killed, frozen, and ended whatever happens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GONE_S = 30.0
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process with the thread that started it: called in the child, before it becomes vLLM."""
+    """Have the kernel end this process with the thread that started it: called in the child, before it becomes the engine."""
     _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 

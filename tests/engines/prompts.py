@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 VOCABULARY = 512
-BLOCK_TOKENS = 128
-"""vLLM's on a processor."""
 _fresh = itertools.count()
 
 
@@ -30,13 +29,13 @@ class Answer:
     status: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
-    """Log-likelihood of each token (`Server.stream`)."""
+    """Log-likelihood of each token."""
     seconds_best: tuple[float, ...] = ()
     """Distance between the two likeliest tokens, in nats, at each token."""
     reason: str = ""
-    """vLLM's `finish_reason`, or the error's text."""
+    """The engine's reason to finish, or the error's text."""
     transfer: dict[str, Any] | None = field(default=None, repr=False)
-    """`kv_transfer_params`."""
+    """What the engine says besides: vLLM's `kv_transfer_params`."""
     first_token_s: float = 0.0
     seconds: float = 0.0
 
@@ -44,3 +43,9 @@ class Answer:
     def is_error(self) -> bool:
         """Whether the client was told that there is no answer."""
         return self.status != 200 or self.reason in {"error", "abort"}
+
+
+def distances(top: Iterable[Iterable[float]]) -> tuple[float, ...]:
+    """Return how far the two likeliest of each token's likelihoods lie apart, in nats."""
+    best = [sorted(values, reverse=True) for values in top]
+    return tuple(values[0] - values[1] if len(values) > 1 else 0.0 for values in best)

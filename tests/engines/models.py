@@ -1,4 +1,4 @@
-"""Write a model with random weights for vLLM: `python tests/vllm/models.py tiny|fat DIRECTORY`. Runs in vLLM's environment.
+"""Write a model with random weights: `python tests/engines/models.py tiny|fat DIRECTORY`. Runs in an engine's environment.
 
 Attention weighs much in these models: what a block holds, and which tokens it is of, changes the answer.
 """
