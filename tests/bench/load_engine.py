@@ -123,8 +123,7 @@ class LoadEngine:
             "prefill_s": time.monotonic() - begun_s,
         }
         begun.finish(
-            metadata=json.dumps(told).encode() if keys else b"",
-            checkpoints=tuple(begun.checkpoints) if keys else (),
+            metadata=json.dumps(told).encode() if keys else b"", checkpoints=tuple(begun.checkpoints) if keys else ()
         )
 
     @staticmethod

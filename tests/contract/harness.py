@@ -23,12 +23,7 @@ import numpy as np
 import pytest
 
 from kvbridge import processes
-from kvbridge.config.transports import (
-    LocalSettings,
-    MooncakeSettings,
-    NixlSettings,
-    TransportSettings,
-)
+from kvbridge.config.transports import LocalSettings, MooncakeSettings, NixlSettings, TransportSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
@@ -165,12 +160,7 @@ class PeerProcess:
     it."""
 
     def __init__(
-        self,
-        backend: Backend,
-        path: Path,
-        length_bytes: int,
-        *,
-        extents: list[tuple[int, int]] | None = None,
+        self, backend: Backend, path: Path, length_bytes: int, *, extents: list[tuple[int, int]] | None = None
     ) -> None:
         self._on_device = backend.destination is MemoryKind.VRAM
         self._length_bytes = length_bytes

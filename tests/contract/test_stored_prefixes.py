@@ -154,8 +154,7 @@ class Node(Looped):
         client = self.stored.client
         stored = self.stored
         self.until(
-            "everything is written",
-            lambda: not (stored.waiting or stored.to_forget or client.unsettled) and self.idle,
+            "everything is written", lambda: not (stored.waiting or stored.to_forget or client.unsettled) and self.idle
         )
 
     @property

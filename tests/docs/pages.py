@@ -78,11 +78,7 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text()
     return [
         Block(
-            page,
-            text.count("\n", 0, found.start("fence")) + 1,
-            found["language"],
-            found["text"],
-            found["mark"] or "",
+            page, text.count("\n", 0, found.start("fence")) + 1, found["language"], found["text"], found["mark"] or ""
         )
         for found in _BLOCK.finditer(text)
     ]

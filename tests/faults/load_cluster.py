@@ -52,13 +52,7 @@ def load_cluster(transport: str) -> Iterator[Cluster]:
         return {
             "transports": {"order": order, "mooncake": {"host": "127.0.0.1"}},
             "tier": tier,
-            "timeouts": {
-                "claim_s": 20.0,
-                "offer_s": 20.0,
-                "begin_s": 15.0,
-                "peer_silence_s": 4.0,
-                "drain_s": 5.0,
-            },
+            "timeouts": {"claim_s": 20.0, "offer_s": 20.0, "begin_s": 15.0, "peer_silence_s": 4.0, "drain_s": 5.0},
         }
 
     def pools(**host: Any) -> dict[str, Any]:

@@ -353,12 +353,7 @@ def main() -> int:
     seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
     with random_load(given.transport, seed) as load:
         rest_every_s = given.rest_minutes * 60
-        found = load.run(
-            given.minutes * 60,
-            clients=given.clients,
-            rest_every_s=rest_every_s,
-            chaos=Chaos(load, seed),
-        )
+        found = load.run(given.minutes * 60, clients=given.clients, rest_every_s=rest_every_s, chaos=Chaos(load, seed))
         if found["violations"]:
             kept = Path(tempfile.mkdtemp(prefix="kvb-red-", dir="/tmp"))
             for daemon in load.cluster.all():

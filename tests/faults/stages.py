@@ -8,12 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from kvbridge.cli.local_cluster import (
-    DaemonProcess,
-    daemon_config,
-    plan_cluster,
-    transport_section,
-)
+from kvbridge.cli.local_cluster import DaemonProcess, daemon_config, plan_cluster, transport_section
 from kvbridge.core.ids import Role
 from tests.faults.cells import HEARTBEAT_S, PEER_SILENCE_S, WORKER_SILENCE_S
 from tests.faults.fault_cluster import DEVICE_PAGES, HOST_PAGES, FaultCluster, Gpus, Settings

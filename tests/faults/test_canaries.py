@@ -61,8 +61,7 @@ def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
 
 
 @pytest.mark.parametrize(
-    "transport",
-    ["local", *LIBRARIES, pytest.param("local" + SHARING, marks=short), "nixl" + SHARING],
+    "transport", ["local", *LIBRARIES, pytest.param("local" + SHARING, marks=short), "nixl" + SHARING]
 )
 def test_a_frozen_prefill_node_whose_worker_wakes(stages: ClusterCache[LateWriterCluster], transport: str) -> None:
     with stages.on(transport) as stage:

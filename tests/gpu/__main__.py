@@ -189,12 +189,7 @@ DEADLINE_S = 300.0
 PARTS = ("tests", "contract", "memcheck", "racecheck")
 """The last two are tools of compute-sanitizer."""
 SANITIZERS = ("memcheck", "racecheck")
-KERNEL_TESTS = (
-    "test_copy_stretches.py",
-    "test_digest.py",
-    "test_swap_in.py",
-    "test_twin_copies.py",
-)
+KERNEL_TESTS = ("test_copy_stretches.py", "test_digest.py", "test_swap_in.py", "test_twin_copies.py")
 CONTRACT_HALVES = ("nixl", "not nixl")
 """Expressions of pytest that divide each file of the contract: backends share nothing."""
 TEST_PIECES = {"tests/gpu/test_turns.py": ("dense", "sparse")}

@@ -25,16 +25,7 @@ from kvbridge.pool.memory.gpu_memory import (
     forget_export,
 )
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
-from tests.helpers.gpu_children import (
-    TINY,
-    child,
-    mark_late,
-    own_pool,
-    placement,
-    read_and_write,
-    write,
-    wrong_rows,
-)
+from tests.helpers.gpu_children import TINY, child, mark_late, own_pool, placement, read_and_write, write, wrong_rows
 
 pytestmark = pytest.mark.gpu
 REACHED_S = 20.0

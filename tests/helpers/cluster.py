@@ -13,13 +13,7 @@ from subprocess import Popen
 from typing import Any
 
 from kvbridge.api.directory import PairRequest
-from kvbridge.cli.local_cluster import (
-    START_S,
-    DaemonProcess,
-    daemon_config,
-    plan_cluster,
-    transport_section,
-)
+from kvbridge.cli.local_cluster import START_S, DaemonProcess, daemon_config, plan_cluster, transport_section
 from kvbridge.cli.local_cluster import Cluster as ClusterOfProcesses
 from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.zygote import FORKED

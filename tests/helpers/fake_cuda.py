@@ -170,12 +170,7 @@ class FakeStream:
     """Copies when `run` is called, or when it is asked after (`at_once`)."""
 
     def __init__(
-        self,
-        route: Route = ANY_ROUTE,
-        *,
-        at_once: bool = False,
-        slice_operations: int = 8,
-        first_operations: int = 0,
+        self, route: Route = ANY_ROUTE, *, at_once: bool = False, slice_operations: int = 8, first_operations: int = 0
     ) -> None:
         self.route = route
         self.at_once = at_once

@@ -20,13 +20,7 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.base import (
-    Peer,
-    Transfer,
-    TransferState,
-    TransferStatus,
-    Transport,
-)
+from kvbridge.transport.base import Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.worker import lifecycle
 
 DEATH_EXIT_CODE = 86

@@ -97,11 +97,7 @@ def transport_settings(name: str, *, dead_bytes: bool = False) -> TransportSetti
         mooncake=MooncakeSettings(operation_cost_bytes=None if dead_bytes else 0),
         # A machine that is busy with other tests takes its time for a process that parses what a peer says of itself.
         nixl=NixlSettings(
-            ucx_tls="tcp",
-            ucx_net_devices="lo",
-            connect_timeout_s=10,
-            check_timeout_s=60,
-            max_operation_bytes=200_000,
+            ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=10, check_timeout_s=60, max_operation_bytes=200_000
         ),
     )
 

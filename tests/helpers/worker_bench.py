@@ -15,14 +15,7 @@ from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import RankDescription, TransportEndpoint, WireTable, to_wire
 from kvbridge.core.wire.worker_messages import ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.base import (
-    Endpoint,
-    Peer,
-    Transfer,
-    TransferState,
-    TransferStatus,
-    Transport,
-)
+from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.transport.threads import Call
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.rank import RankIdentity, WorkerLimits

@@ -53,10 +53,7 @@ def replicated(
 ) -> Iterator[tuple[LiveCluster, list[DaemonProcess]]]:
     """A cluster whose bootstrap is joined by a second one over the same Redis."""
     directory = {"store": "redis", "redis_url": server.url, "namespace": "test", "expire_after_s": expire_after_s}
-    section = {
-        "directory": directory,
-        "timeouts": {"store_s": 1.0, "reserve_s": 3.0, "pair_s": 8.0},
-    }
+    section = {"directory": directory, "timeouts": {"store_s": 1.0, "reserve_s": 3.0, "pair_s": 8.0}}
     with live_cluster(bootstrap=section, **settings) as live:
         folder = live.cluster.folder / "b2"
         second = DaemonProcess("bootstrap", "the second bootstrap", folder)

@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import isolation
-from tests.helpers.isolation import (
-    read_helpers,
-    still_there,
-)
+from tests.helpers.isolation import read_helpers, still_there
 
 
 def test_threads_and_children_that_stay_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,7 @@ from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import live_rows_only
 from tests.helpers.conversation import PAGE, TIER, Conversation, owed_bytes
 from tests.helpers.host_tiers import forget
-from tests.helpers.live_rooms import (
-    LiveCluster,
-    all_free,
-    http,
-    live_cluster,
-    metric,
-    status,
-)
+from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, status
 from tests.helpers.matrices import kept
 
 OVERS = (0, 1, 255)

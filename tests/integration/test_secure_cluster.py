@@ -166,10 +166,7 @@ def test_a_friend_gets_in(secure: Secure) -> None:
 
 @pytest.mark.parametrize(
     ("key", "code", "text"),
-    [
-        ("", "config_invalid", "no public key is known of"),
-        (generate_keys().public, "deadline", "timeouts.handshake_s"),
-    ],
+    [("", "config_invalid", "no public key is known of"), (generate_keys().public, "deadline", "timeouts.handshake_s")],
     ids=["no key", "another key"],
 )
 def test_decode_speaks_to_the_node_that_it_was_told_of_only(secure: Secure, key: str, code: str, text: str) -> None:

@@ -45,11 +45,7 @@ def settings(role: Role, **host: Any) -> dict[str, Any]:
     checkpoints = {"checkpoint_pages": 24} if role is Role.PREFILL else {}
     pools: dict[str, Any] = {"device": DEVICE, "keep_s": KEEP_S}
     pools |= {"host": {"pages": 48}} if role is Role.DECODE else {}
-    return {
-        "instance": instance(role),
-        "pools": pools,
-        "tier": MODEL | {"host": {"pages": 48} | checkpoints | host},
-    }
+    return {"instance": instance(role), "pools": pools, "tier": MODEL | {"host": {"pages": 48} | checkpoints | host}}
 
 
 @pytest.fixture

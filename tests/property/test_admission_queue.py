@@ -22,9 +22,7 @@ demands = st.fixed_dictionaries({space: st.integers(0, POOL) for space in SPACES
 )
 arrivals = st.tuples(st.just("join"), st.sampled_from(CLIENTS), demands)
 steps = st.one_of(
-    arrivals,
-    st.tuples(st.just("end"), st.integers(0, 50)),
-    st.tuples(st.just("leave"), st.integers(0, 50)),
+    arrivals, st.tuples(st.just("end"), st.integers(0, 50)), st.tuples(st.just("leave"), st.integers(0, 50))
 )
 
 

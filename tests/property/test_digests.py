@@ -43,10 +43,7 @@ class Request:
 
     def room_sums(self, allowed: frozenset[DigestKey] | None = None) -> DigestSums:
         return DigestSums.of_room(
-            self.geometry,
-            prompt_tokens=self.scenario.prompt,
-            prefix_tokens=self.scenario.prefix,
-            allowed=allowed,
+            self.geometry, prompt_tokens=self.scenario.prompt, prefix_tokens=self.scenario.prefix, allowed=allowed
         )
 
     def sent(self) -> DigestSums:

@@ -17,14 +17,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.pool.memory.layout import HostLayout, host_placement
 from kvbridge.pool.memory.pools import MemoryPool
-from kvbridge.tier.stores.objects import (
-    ObjectForm,
-    Outcome,
-    encode_trailer,
-    is_object_name,
-    object_name,
-    read_trailer,
-)
+from kvbridge.tier.stores.objects import ObjectForm, Outcome, encode_trailer, is_object_name, object_name, read_trailer
 from tests.helpers.examples import fewer
 
 KINDS = st.sampled_from(ComponentKind)

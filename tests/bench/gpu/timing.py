@@ -93,13 +93,7 @@ def event_us(device: int, stream: int, work: Work, *, replays: int = 21, before:
 
 
 def graph_us(
-    device: int,
-    stream: int,
-    work: Work,
-    *,
-    replays: int = 21,
-    calls: int = 1,
-    before: Callable[[int], None],
+    device: int, stream: int, work: Work, *, replays: int = 21, calls: int = 1, before: Callable[[int], None]
 ) -> float:
     """Replay captured `work` of `calls` calls, each after an uncounted `before(replay)`; return the median us of a call."""
     with TimedGraph(device, stream, work) as graph:

@@ -46,10 +46,7 @@ class Shape:
     """kvbridge so many times as fast."""
 
 
-SHAPES = (
-    Shape("consecutive pages", 0, 0, 1.5),
-    Shape("pools in use", 8, 1, 3.0),
-)
+SHAPES = (Shape("consecutive pages", 0, 0, 1.5), Shape("pools in use", 8, 1, 3.0))
 ONE_PAGE_BUDGET = 2.0
 FEW_PAGES, FEW_ROOMS = 16, 4
 """The pair that sends single pages only."""

@@ -109,12 +109,7 @@ def started(command: list[str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    ("module", "command"),
-    [
-        ("typer", ["--help"]),
-        ("zmq", ["decode", *NODE]),
-        ("fastapi", ["bootstrap"]),
-    ],
+    ("module", "command"), [("typer", ["--help"]), ("zmq", ["decode", *NODE]), ("fastapi", ["bootstrap"])]
 )
 def test_ctrl_c_during_imports_is_one_line(module: str, command: list[str]) -> None:
     script = STOPPED.format(module=module)

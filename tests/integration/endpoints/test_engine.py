@@ -48,11 +48,7 @@ def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
     assert "published 500 of 1000 tokens" in raises_code("conflict", begun.finish)
     live.write(room, TOKENS, 500, TOKENS)
     completed(live, room)
-    for call in (
-        lambda: begun.publish(TOKENS),
-        begun.finish,
-        lambda: sender.begin(room, prompt_tokens=TOKENS),
-    ):
+    for call in (lambda: begun.publish(TOKENS), begun.finish, lambda: sender.begin(room, prompt_tokens=TOKENS)):
         assert "over" in raises_code("conflict", call)
     begun.abort("harmless on a room that is over")
     assert report(live.prefill, room)["state"] == "completed"

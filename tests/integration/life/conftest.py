@@ -20,11 +20,7 @@ SHUTDOWN_ROOMS_S = 8.0
 """Long enough for a room to be looked at and to end meanwhile on a busy machine."""
 SHUTDOWN_CLOSE_S = 16.0
 SHUTDOWN_S = SHUTDOWN_ROOMS_S + SHUTDOWN_CLOSE_S
-TIMEOUTS = {
-    "shutdown_rooms_s": SHUTDOWN_ROOMS_S,
-    "shutdown_close_s": SHUTDOWN_CLOSE_S,
-    "control_heartbeat_s": 0.2,
-}
+TIMEOUTS = {"shutdown_rooms_s": SHUTDOWN_ROOMS_S, "shutdown_close_s": SHUTDOWN_CLOSE_S, "control_heartbeat_s": 0.2}
 EXPIRE_S = 40.0
 """`directory.expire_after_s`: longer than any test takes, so that a name is free for a reason of its own."""
 RESTART_S = 2.5

@@ -11,15 +11,7 @@ import signal
 import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import (
-    LiveCluster,
-    all_free,
-    ends,
-    http,
-    metric,
-    raises_code,
-    status,
-)
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, metric, raises_code, status
 from tests.integration.life.conftest import (
     ONE_SIDE,
     TOKENS,

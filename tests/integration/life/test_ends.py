@@ -15,11 +15,7 @@ from typer.testing import CliRunner
 
 from kvbridge.cli.main import app
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import (
-    LiveCluster,
-    all_free,
-    http,
-)
+from tests.helpers.live_rooms import LiveCluster, all_free, http
 from tests.integration.life.conftest import (
     ONE_SIDE,
     SHUTDOWN_ROOMS_S,

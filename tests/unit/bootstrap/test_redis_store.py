@@ -301,9 +301,7 @@ async def test_what_a_later_release_adds_to_a_record_is_ignored(redis_fleet):
     told = later(FLEET[0].heartbeat.model_copy(update={"load": Load(rooms=3)}))
     with redis_fleet.server.client() as client:
         write_entry(
-            client,
-            redis_fleet.namespace,
-            lambda entry: entry.update(UNKNOWN | {"registration": later(FLEET[0])}),
+            client, redis_fleet.namespace, lambda entry: entry.update(UNKNOWN | {"registration": later(FLEET[0])})
         )
         client.hset(f"{redis_fleet.namespace}:node:{MEMBER}", "beat", json.dumps(told))
     for store in (redis_fleet.store, redis_fleet.replica()):

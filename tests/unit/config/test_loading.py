@@ -11,14 +11,7 @@ from typer.testing import CliRunner
 from kvbridge.cli import config as cli
 from kvbridge.cli.config import ROLES
 from kvbridge.config.endpoints import TokenConfig
-from kvbridge.config.loading import (
-    load_config,
-    read_grants,
-    read_secret,
-    read_secrets,
-    read_token,
-    render_config,
-)
+from kvbridge.config.loading import load_config, read_grants, read_secret, read_secrets, read_token, render_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 

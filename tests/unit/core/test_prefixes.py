@@ -6,14 +6,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from kvbridge.core.errors import ConfigError, NamespaceError
-from kvbridge.core.prefixes import (
-    ANY_NAMESPACE,
-    ModelIdentity,
-    Namespace,
-    Namespaces,
-    TokenGrant,
-    identity_conflict,
-)
+from kvbridge.core.prefixes import ANY_NAMESPACE, ModelIdentity, Namespace, Namespaces, TokenGrant, identity_conflict
 
 SECRET = "a-long-secret"
 

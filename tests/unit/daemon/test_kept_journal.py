@@ -11,15 +11,7 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.kept_journal import (
-    NO_PAGE,
-    Contents,
-    Held,
-    KeptHeader,
-    entry_bases,
-    read_header,
-    read_journal,
-)
+from kvbridge.daemon.kept_journal import NO_PAGE, Contents, Held, KeptHeader, entry_bases, read_header, read_journal
 from kvbridge.daemon.kept_pools import KeptJournal, Restored, RestoredCopies
 from tests.helpers.prefix_bench import PrefixBench, keys
 from tests.helpers.prefix_recount import check_cache
@@ -27,11 +19,7 @@ from tests.helpers.prefix_recount import check_cache
 pytestmark = pytest.mark.asyncio
 
 FULL, HOST, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
-HEADER = KeptHeader(
-    incarnation="i",
-    form={"layout": "l"},
-    page_counts={},
-)
+HEADER = KeptHeader(incarnation="i", form={"layout": "l"}, page_counts={})
 PAGES = {FULL: 8, IndexSpace.SWA: 4, FULL_COPY: 16, SWA_COPY: 4}
 PAGE_COUNTS = {FULL_COPY: 16, SWA_COPY: 4, HOST: 16}
 

@@ -11,15 +11,7 @@ import pytest
 
 from kvbridge.core.errors import BridgeError, NotReadyError, RoomFailedError
 from kvbridge.core.ids import Role
-from kvbridge.core.wire.engine_messages import (
-    Accepted,
-    EngineToNode,
-    Finish,
-    Hold,
-    NodeToEngine,
-    Publish,
-    Refused,
-)
+from kvbridge.core.wire.engine_messages import Accepted, EngineToNode, Finish, Hold, NodeToEngine, Publish, Refused
 from kvbridge.engine import DecodeEngine
 from kvbridge.engine.link import EngineLink
 from tests.helpers.hooked_vllm import Node as AdoptedNode

@@ -14,16 +14,7 @@ import torch
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
-from kvbridge.core.wire.engine_messages import (
-    AbortRoom,
-    Begin,
-    Checkpoint,
-    Claim,
-    Finish,
-    Loaded,
-    Publish,
-    Release,
-)
+from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Checkpoint, Claim, Finish, Loaded, Publish, Release
 from kvbridge.core.wire.messages import StreamPoint, to_wire
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom

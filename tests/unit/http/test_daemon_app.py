@@ -70,10 +70,7 @@ async def test_a_full_daemon_says_when_to_come_back(http, rooms):
         ({}, "body.prompt_tokens: Field required"),
         ({"prompt_tokens": 1, "room": 2**53}, "body.room: Input should be less than or equal to 9007199254740991"),
         ({"prompt_tokens": 1, "extra": 1}, "body.extra: Extra inputs are not permitted"),
-        (
-            {"prompt_tokens": 512, "prefix_tokens": 256},
-            "body.prefix_tokens: unknown field; only decode",
-        ),
+        ({"prompt_tokens": 512, "prefix_tokens": 256}, "body.prefix_tokens: unknown field; only decode"),
         ([], "body"),
         ({"prompt_tokens": "1000"}, "body.prompt_tokens: Input should be a valid integer, got '1000'"),
         (b"{", "not valid JSON"),

@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvbridge.core.errors import (
-    ConflictError,
-    InvalidInputError,
-    NotFoundError,
-    PageOutOfBoundsError,
-)
+from kvbridge.core.errors import ConflictError, InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.costs import sparse_request_bytes
 from kvbridge.sparse import SparseCache
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, check_tables, settings

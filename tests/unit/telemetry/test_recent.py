@@ -17,13 +17,7 @@ from kvbridge.telemetry.facts import (
     RoomMessageRefused,
     WorkerLost,
 )
-from kvbridge.telemetry.recent import (
-    KEPT_ENDED,
-    MAX_FACTS_OF_KIND,
-    RECENT_PEERS,
-    RECENT_PROBLEMS,
-    Recent,
-)
+from kvbridge.telemetry.recent import KEPT_ENDED, MAX_FACTS_OF_KIND, RECENT_PEERS, RECENT_PROBLEMS, Recent
 from tests.helpers.manual_clock import ManualClock
 
 R0 = Rank(pp=0, tp=0)

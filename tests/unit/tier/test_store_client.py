@@ -15,14 +15,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.wire.messages import FileOrigin, SharedRegion
 from kvbridge.processes import ChildEnd, EndCause
-from kvbridge.tier.stores.client import (
-    FIRST_OPEN_S,
-    LONGEST_OPEN_S,
-    Breaker,
-    BreakerState,
-    FailedKeys,
-    StoreClient,
-)
+from kvbridge.tier.stores.client import FIRST_OPEN_S, LONGEST_OPEN_S, Breaker, BreakerState, FailedKeys, StoreClient
 from kvbridge.tier.stores.objects import Capabilities, Outcome, StoreOrder, StoreReport, Verb
 from tests.helpers.stored_pages import ids, new_keys
 

@@ -39,11 +39,7 @@ class Bench(WorkerBench):
         device = DEVICE if memory is MemoryKind.VRAM else 0
         regions = tuple(
             region.model_copy(
-                update={
-                    "extent_addresses": (region.extent_addresses[0] + base,),
-                    "memory": memory,
-                    "device": device,
-                }
+                update={"extent_addresses": (region.extent_addresses[0] + base,), "memory": memory, "device": device}
             )
             for region in form.regions
         )

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.core.wire.worker_messages import (
-    ConnectPeer,
-    PathsChanged,
-    PeerConnected,
-    Rerouted,
-)
+from kvbridge.core.wire.worker_messages import ConnectPeer, PathsChanged, PeerConnected, Rerouted
 from kvbridge.worker import peers as rank_peers
 from tests.helpers.rooms import DECODE
 from tests.helpers.worker_bench import DONE, QUIET, Bench, node_ranks

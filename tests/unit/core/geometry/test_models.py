@@ -45,9 +45,7 @@ def test_full_v4_configs_are_the_presets(config, name):
 
 
 @pytest.mark.parametrize(
-    "rope",
-    [{"qk_rope_head_dim": 64}, {"partial_rotary_factor": 0.125}, {}],
-    ids=["legacy key", "factor", "default"],
+    "rope", [{"qk_rope_head_dim": 64}, {"partial_rotary_factor": 0.125}, {}], ids=["legacy key", "factor", "default"]
 )
 def test_rope_width_has_three_spellings(rope):
     config = {key: value for key, value in FLASH.items() if key != "qk_rope_head_dim"} | rope

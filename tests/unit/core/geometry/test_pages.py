@@ -4,12 +4,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import (
-    Component,
-    Encoding,
-    Liveness,
-    ModelGeometry,
-)
+from kvbridge.core.geometry.components import Component, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.geometry.models import geometry_from_config, preset
 from kvbridge.core.geometry.pages import (

@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.core.errors import (
-    ConflictError,
-    InvalidInputError,
-    PageOutOfBoundsError,
-)
+from kvbridge.core.errors import ConflictError, InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState

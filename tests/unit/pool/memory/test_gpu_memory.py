@@ -34,10 +34,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def mappings(tmp_path: Path):
-    with (
-        SharedMapping.create(tmp_path, "one", 2 * PAGE) as one,
-        SharedMapping.create(tmp_path, "two", 6 * PAGE) as two,
-    ):
+    with SharedMapping.create(tmp_path, "one", 2 * PAGE) as one, SharedMapping.create(tmp_path, "two", 6 * PAGE) as two:
         yield one, two
 
 

@@ -10,14 +10,7 @@ import pytest
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.wire.messages import FileOrigin
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.local.host import (
-    FileIdentity,
-    HostClaim,
-    Proof,
-    SharedExtent,
-    require_same_host,
-    shared_file,
-)
+from kvbridge.transport.local.host import FileIdentity, HostClaim, Proof, SharedExtent, require_same_host, shared_file
 from kvbridge.transport.local.memory import LocalEndpoint, PeerMemory
 
 
