@@ -24,8 +24,7 @@ from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.session.tables import RoomState
 from kvbridge.tier.keys import KEY_BYTES
-from tests.bench.output import percentile
-from tests.bench.output import table as text
+from tests.bench.output import percentile, table as text
 from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import LIMITS, node
 

@@ -18,8 +18,7 @@ import psutil
 
 from tests.bench.load import WAYS, Life, Load, RefusedError, RoomLostError, load
 from tests.bench.load_engine import Facts
-from tests.bench.output import percentile
-from tests.bench.output import table as text
+from tests.bench.output import percentile, table as text
 from tests.helpers.cluster import Cluster, cluster
 
 MODEL = "tiny-gqa"

@@ -20,12 +20,10 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Endpoint, Peer, Transport
 from kvbridge.transport.mooncake import transport as mooncake
-from kvbridge.transport.nixl import agent as nixl_agent
-from kvbridge.transport.nixl import transport as nixl
+from kvbridge.transport.nixl import agent as nixl_agent, transport as nixl
 from kvbridge.transport.nixl.agent import NixlEndpoint, NixlExtent
 from tests.bench.bench_transport import as_lists, nixl_request, through_kvbridge
-from tests.bench.output import spread
-from tests.bench.output import table as text
+from tests.bench.output import spread, table as text
 from tests.helpers.shared_buffer import connect
 
 OPERATIONS = 10_000

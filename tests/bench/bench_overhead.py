@@ -17,8 +17,7 @@ import httpx
 
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from tests.bench.output import percentile
-from tests.bench.output import table as text
+from tests.bench.output import percentile, table as text
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.live_rooms import control_of, write
 from tests.helpers.rank_harness import Case

@@ -18,8 +18,7 @@ from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from tests.bench.output import spread
-from tests.bench.output import table as text
+from tests.bench.output import spread, table as text
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually, mutated
 from tests.helpers.cut_paths import CutSettings, cut_worker

@@ -22,8 +22,7 @@ import numpy as np
 from kvbridge.config.transports import LocalSettings, MooncakeSettings, NixlSettings, TransportSettings
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Peer, TransferState, Transport
-from tests.bench.output import spread
-from tests.bench.output import table as text
+from tests.bench.output import spread, table as text
 from tests.contract.harness import Backend, PeerProcess
 from tests.helpers.shared_buffer import SharedBuffer, connect
 

@@ -25,8 +25,7 @@ from kvbridge.core.geometry.tiers import needs_checkpoints
 from kvbridge.core.ids import IndexSpace
 from tests.bench.load import Load, RefusedError, RoomLostError, identity_of, load
 from tests.bench.load_engine import Facts
-from tests.bench.output import environment, percentile, write
-from tests.bench.output import table as text
+from tests.bench.output import environment, percentile, table as text, write
 from tests.helpers.cluster import Cluster, cluster, eventually
 
 SPARE = 2

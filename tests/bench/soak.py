@@ -24,8 +24,7 @@ import psutil
 from kvbridge.cli.local_cluster import used_pages
 from tests.bench.load import Load, RefusedError, RoomLostError, identity_of, load
 from tests.bench.load_engine import SHARED, SHARED_TOKENS, Facts
-from tests.bench.output import percentile
-from tests.bench.output import table as text
+from tests.bench.output import percentile, table as text
 from tests.helpers.cluster import Cluster, cluster
 
 MODEL, TOKENS = "tiny-v4", 64

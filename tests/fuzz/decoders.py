@@ -21,9 +21,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount, Section
-from kvbridge.core.wire import engine_messages as engine
-from kvbridge.core.wire import messages as wire
-from kvbridge.core.wire import worker_messages as worker_wire
+from kvbridge.core.wire import engine_messages as engine, messages as wire, worker_messages as worker_wire
 from kvbridge.core.wire.codec import (
     ENGINE_TO_NODE,
     NODE_TO_ENGINE,

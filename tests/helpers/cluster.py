@@ -13,8 +13,14 @@ from subprocess import Popen
 from typing import Any
 
 from kvbridge.api.directory import PairRequest
-from kvbridge.cli.local_cluster import START_S, DaemonProcess, daemon_config, plan_cluster, transport_section
-from kvbridge.cli.local_cluster import Cluster as ClusterOfProcesses
+from kvbridge.cli.local_cluster import (
+    START_S,
+    Cluster as ClusterOfProcesses,
+    DaemonProcess,
+    daemon_config,
+    plan_cluster,
+    transport_section,
+)
 from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.zygote import FORKED
 

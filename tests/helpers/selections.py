@@ -35,8 +35,7 @@ def load_selections(prompt_tokens: int) -> Selections:
 def record(prompt_tokens: int, *, steps: int = STEPS) -> Selections:
     """Decode greedily with the dense model and note what every indexer picks."""
     from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks
-    from tests.helpers.torch_pools import load_config
-    from tests.helpers.torch_pools import prompt_tokens as tokens_of
+    from tests.helpers.torch_pools import load_config, prompt_tokens as tokens_of
 
     model = load_model(load_config())
     prompt = prefill_chunks(model, tokens_of(prompt_tokens), chunk_tokens=CHUNK_TOKENS)

@@ -16,8 +16,16 @@ import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually, mutated
 from tests.helpers.conversation import PAGE, Conversation, Turn
-from tests.helpers.host_tiers import adds_up, copies, forget, host_tier, host_tiers, on_host, quiet
-from tests.helpers.host_tiers import let_go as rooms_let_go
+from tests.helpers.host_tiers import (
+    adds_up,
+    copies,
+    forget,
+    host_tier,
+    host_tiers,
+    let_go as rooms_let_go,
+    on_host,
+    quiet,
+)
 from tests.helpers.live_rooms import LiveCluster, http, report, status
 
 _CODE = """

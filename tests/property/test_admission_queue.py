@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission_queue import AdmissionQueue, Waiting

@@ -7,8 +7,7 @@ import tracemalloc
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, strategies as st
 
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Done, Heartbeat

@@ -6,8 +6,7 @@ Each reader of a message takes every value that the message may have, or refuses
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError

@@ -7,8 +7,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.manifest import check_manifest

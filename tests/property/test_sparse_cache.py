@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.helpers.examples import fewer
-from tests.helpers.sparse_simulation import SparseSimulation, check_tables
-from tests.helpers.sparse_simulation import settings as sparse_settings
+from tests.helpers.sparse_simulation import SparseSimulation, check_tables, settings as sparse_settings
 
 SLOTS = 3
 

@@ -6,8 +6,7 @@ vLLM is a model with vLLM's assertions, the decisions of the connector and the n
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvbridge.pool.accounts.pages import Owner

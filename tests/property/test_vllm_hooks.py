@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Role

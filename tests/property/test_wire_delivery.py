@@ -3,8 +3,7 @@
 import heapq
 import random
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvbridge.core.errors import CapacityError, ProtocolError

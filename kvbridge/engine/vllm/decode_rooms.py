@@ -16,8 +16,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import WITHDRAWN
-from kvbridge.core.wire.engine_messages import Fetch as FetchCall
-from kvbridge.core.wire.engine_messages import Provide, RoomEvent
+from kvbridge.core.wire.engine_messages import Fetch as FetchCall, Provide, RoomEvent
 from kvbridge.engine.kit.transfers import Transfer, full_tables, room_tokens
 from kvbridge.engine.vllm.requests import Instance, Request, Source, source_of
 from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole

@@ -31,8 +31,7 @@ from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import Event
 from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_range
-from kvbridge.pool.memory.layout import Extent
-from kvbridge.pool.memory.layout import Progress as Report
+from kvbridge.pool.memory.layout import Extent, Progress as Report
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from kvbridge.transport.threads import apart, start_thread
 from kvbridge.transport.windowed import (

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.output import spread
-from tests.bench.output import table as text
+from tests.bench.output import spread, table as text
 from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair, kvbridge_pair
 from tests.bench.peers.sglang_pair import Pages, SglangPair
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench.output import met, spread
-from tests.bench.output import table as text
+from tests.bench.output import met, spread, table as text
 from tests.bench.vllm import measures
 from tests.bench.vllm.pairs import CONNECTORS, Pairs, Shape
 from tests.engines.servers import ROOT, Setup

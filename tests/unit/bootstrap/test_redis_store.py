@@ -11,8 +11,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.api.directory import Load, PairRequest
 from kvbridge.bootstrap.directory import Directory

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvbridge.cli import config as config_command
-from kvbridge.cli import keys as keys_command
+from kvbridge.cli import config as config_command, keys as keys_command
 from kvbridge.config.loading import load_config, read_secret, render_config
 from kvbridge.config.schema import BootstrapConfig, PrefillConfig
 from kvbridge.control.keys import generate_keys, load_keys, read_allowed

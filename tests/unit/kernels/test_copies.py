@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.kernels.copies import GATHER_AT_LEAST, GATHER_BELOW_BYTES, GATHER_BUFFER_BYTES, copy_operations
 from kvbridge.kernels.cuda import staging

@@ -11,8 +11,7 @@ from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Done, Drained, Failed, Intend, Offer, PathLost, StreamPoint, WireTable, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
-from kvbridge.node.prefill import early_offers as offers
-from kvbridge.node.prefill import room as rank_work
+from kvbridge.node.prefill import early_offers as offers, room as rank_work
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.facts import OrderBegan, OrderEnded, PhasesEnded, RoomRerouted

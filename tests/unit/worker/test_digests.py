@@ -16,8 +16,7 @@ from kvbridge.pool.memory.layout import Extent
 from kvbridge.worker import digests as rank_digests
 from kvbridge.worker.rank import RankIdentity
 from tests.helpers.rooms import GEOMETRY, PAGE, manifest
-from tests.helpers.worker_bench import DONE, QUIET
-from tests.helpers.worker_bench import Bench as WorkerBench
+from tests.helpers.worker_bench import DONE, QUIET, Bench as WorkerBench
 
 [COMPONENT] = GEOMETRY.components
 TOKENS = 2 * PAGE + 5

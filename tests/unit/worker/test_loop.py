@@ -23,8 +23,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
 )
 from kvbridge.kernels.cuda import runtime
-from kvbridge.worker import loop as rank_worker
-from kvbridge.worker import peers as rank_peers
+from kvbridge.worker import loop as rank_worker, peers as rank_peers
 from kvbridge.worker.rank import BUSY_PAUSE_S, SHORTEST_PAUSE_S, Pauses
 from kvbridge.worker.transports import RETRY_S
 from tests.helpers.manual_clock import ManualClock

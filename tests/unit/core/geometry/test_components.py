@@ -1,12 +1,10 @@
 """The rules that a component must obey, and the rows that are live."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
-from kvbridge.core.geometry.components import Component
-from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.components import Component, ComponentKind as Kind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 

@@ -3,12 +3,10 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import Component, ModelGeometry
-from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.components import Component, ComponentKind as Kind, ModelGeometry
 from kvbridge.core.geometry.manifest import (
     RankManifest,
     Region,
@@ -18,8 +16,7 @@ from kvbridge.core.geometry.manifest import (
     first_difference,
 )
 from kvbridge.core.geometry.models import PRESETS, preset
-from kvbridge.core.ids import IndexSpace as Space
-from kvbridge.core.ids import MemoryKind, Rank
+from kvbridge.core.ids import IndexSpace as Space, MemoryKind, Rank
 from tests.helpers.manifests import Instance
 
 TINY = preset("tiny-v4")

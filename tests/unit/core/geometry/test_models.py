@@ -3,8 +3,7 @@
 import pytest
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
-from kvbridge.core.geometry.components import ComponentKind as Kind
-from kvbridge.core.geometry.components import Encoding, Liveness
+from kvbridge.core.geometry.components import ComponentKind as Kind, Encoding, Liveness
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import geometry_from_config, preset
 from kvbridge.core.ids import IndexSpace as Space

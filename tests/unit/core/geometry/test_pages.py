@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import Component, Encoding, Liveness, ModelGeometry
-from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.components import Component, ComponentKind as Kind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.models import geometry_from_config, preset
 from kvbridge.core.geometry.pages import (
     first_window_page,
@@ -15,8 +14,7 @@ from kvbridge.core.geometry.pages import (
     tables_cover,
     window_pages,
 )
-from kvbridge.core.ids import IndexSpace as Space
-from kvbridge.core.ids import PageTable
+from kvbridge.core.ids import IndexSpace as Space, PageTable
 
 FLASH = preset("deepseek-v4-flash")
 C4_HOST = frozenset({Kind.C4_KV})

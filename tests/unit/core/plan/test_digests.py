@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from crc32c import crc32c
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind

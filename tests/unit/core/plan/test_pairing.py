@@ -6,12 +6,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.core.geometry.components import ComponentKind as Kind
-from kvbridge.core.ids import IndexSpace as Space
-from kvbridge.core.ids import Rank
+from kvbridge.core.ids import IndexSpace as Space, Rank
 from kvbridge.core.plan.pages import byte_intervals, find_runs
 from kvbridge.core.plan.pairing import Demand, Pairing, Stripe, shortfall
 from tests.helpers.geometries import flash, gqa

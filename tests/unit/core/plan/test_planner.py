@@ -14,8 +14,7 @@ from kvbridge.core.errors import PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.pages import first_window_page, pages_needed
-from kvbridge.core.ids import IndexSpace as Space
-from kvbridge.core.ids import PageTable, Rank
+from kvbridge.core.ids import IndexSpace as Space, PageTable, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import find_neighbours, plan

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.plan.operations import Operations
-from kvbridge.transport.local import gpu as local_gpu
-from kvbridge.transport.local import transport as local_transport
+from kvbridge.transport.local import gpu as local_gpu, transport as local_transport
 from kvbridge.transport.local.host import LockFiles
 
 

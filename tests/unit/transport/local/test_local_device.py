@@ -23,9 +23,7 @@ from kvbridge.core.wire.messages import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local import gpu as local_gpu
-from kvbridge.transport.local import memory as local_memory
-from kvbridge.transport.local import transport as local
+from kvbridge.transport.local import gpu as local_gpu, memory as local_memory, transport as local
 from kvbridge.transport.local.gpu import Route, Way
 from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import wait
