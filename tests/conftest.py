@@ -1,7 +1,5 @@
 """Shared by all suites: how much Hypothesis tries, the order of files, and that no test leaves anything behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

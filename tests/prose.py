@@ -3,8 +3,6 @@
 A sentence of a docstring names its subject first, so none begins with a word of a clause that hangs on another sentence.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -5,8 +5,6 @@ Files of a suite run side by side, those first that took long the last time, and
 when every suite passed and left no process behind.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -4,8 +4,6 @@ Every physical line of a Python file counts once. A line of logic is a line of c
 `raise`, class field or module constant, and that is neither blank nor a comment nor a docstring.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter

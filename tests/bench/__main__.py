@@ -1,7 +1,5 @@
 """Measure what needs no GPU (`python -m tests.bench`), or what is named: each benchmark in a process of its own."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import sys

@@ -3,8 +3,6 @@
 `per_s` keeps 16 pairings under way, `alone` one. `page keys`: the same for requests with page keys, by turns in the same run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import statistics

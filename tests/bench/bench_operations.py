@@ -1,7 +1,5 @@
 """Processor time of 10,000 operations of a page above Mooncake and NIXL, whose libraries do nothing here, beside those alone."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ Each request is published in full before decode admits it, so that nothing waits
 - `http_admit_to_claim`: the transfer and two calls of HTTP.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

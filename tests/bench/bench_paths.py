@@ -3,8 +3,6 @@
 With half of its operations confirmed, the kernel ends every connection of the prefill rank worker by the first transport.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

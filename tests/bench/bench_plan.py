@@ -1,7 +1,5 @@
 """How long it takes to plan one request, by length, model and state of the pools."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from typing import Any

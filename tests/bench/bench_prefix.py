@@ -1,7 +1,5 @@
 """Processor time of what admission and release ask of an index with 1M cached pages; `scattered`: worse than use leaves it."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

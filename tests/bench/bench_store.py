@@ -4,8 +4,6 @@
 Ways take turns in changing order. Ratios are medians of each turn's, above 1 where the store was quicker.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import statistics

@@ -3,8 +3,6 @@
 A turn's ratio is kvbridge's rate over that of the bare way with the best median; reported is the median over the turns.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import statistics

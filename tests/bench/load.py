@@ -1,7 +1,5 @@
 """Many rooms through one pair of real daemons, admitted by bootstrap, by both daemons or by prefill's engine."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -5,8 +5,6 @@ but failures; decode reads nothing. Both print JSON lines: {"ready": true}, {"ro
 ..., "error": ...}.
 """
 
-from __future__ import annotations
-
 import json
 import select
 import sys

@@ -1,7 +1,5 @@
 """The parts of every benchmark: the machine it ran on, tables of text, and the JSON that it leaves."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Engines compute nothing: prefill writes bytes that say where they belong. The replay plays the router, and obeys Retry-After.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

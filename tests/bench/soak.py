@@ -5,8 +5,6 @@ mappings of pools, log bytes. The soak is red (exit code 1) when something has g
 room was lost, or when a byte was wrong. Receipts are kept for five seconds, so that only leaks stay (`--keep-s`).
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

@@ -1,7 +1,5 @@
 """Fixtures of the contract suite: one backend after another, each with a transport and a peer that its tests share."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

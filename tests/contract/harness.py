@@ -1,7 +1,5 @@
 """The backends with settings fit for tests, and a handle on a peer process. Every wait has a limit."""
 
-from __future__ import annotations
-
 import base64
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Stores for the contract suite: each asked directly and through a store process, in the same words. Every wait has a limit."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import time

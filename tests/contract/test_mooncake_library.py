@@ -5,8 +5,6 @@ written when the network gets there, whatever was said of it meanwhile; a batch 
 freed by the answer that ends them; destroying the engine ends everything. Nothing may arrive after FAILED_QUIET, or after `close`.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time

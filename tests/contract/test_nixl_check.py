@@ -1,7 +1,5 @@
 """Metadata of a nixl peer that was made to break the library: refused, and nobody suffers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Prefixes that go to a real store by way of host pages and come back: whole, in time, or not at all, whatever the store does."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

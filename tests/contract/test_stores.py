@@ -1,7 +1,5 @@
 """Every store, asked directly and through a store process: what it must give back, and what it must never give."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -1,7 +1,5 @@
 """Every backend: the right bytes at the right place, nothing else touched, and refusals that cost nothing."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -5,8 +5,6 @@ reported its transfer as failed, which hands one request's cache to another. Aft
 into the source later may arrive; after FAILED_NOT_QUIET none may once the transport has been closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every backend: a peer that does not answer while it is being connected holds no other peer's transfers up."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import struct

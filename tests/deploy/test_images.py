@@ -3,8 +3,6 @@
 Not tested, since only a container engine could show it: layers, the base images, Compose's own networks and volumes.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -3,8 +3,6 @@
 Those of custom resources are not published in a package: of these only the pods are checked. No cluster was asked.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

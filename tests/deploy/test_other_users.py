@@ -1,7 +1,5 @@
 """Daemon and engines as in different containers of a pod: other users and process namespaces, one group and /dev/shm in common."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tokens and certificates of running daemons are changed in their files: no restart, and nobody is refused meanwhile."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import subprocess

@@ -1,7 +1,5 @@
 """A pair is upgraded under load: a second pair joins, the first is told to end, and no request is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import signal

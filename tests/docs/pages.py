@@ -8,8 +8,6 @@ Owns: what a block is and what a mark before it says. Must not know: how a block
   ``<!-- keeps running -->`` for one whose last line goes on until the page ends, as in a terminal of its own; Ctrl-C ends it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The commands of all pages are typed: every block is run, or says in its source why not; what they show is what comes."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

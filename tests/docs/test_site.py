@@ -1,7 +1,5 @@
 """The documentation as a site: it builds, no link is broken, and the guide for engines has the whole public API."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import subprocess

@@ -1,7 +1,5 @@
 """The servers of a suite: started together once, asked by all cases, and looked at after each."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

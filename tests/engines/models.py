@@ -3,8 +3,6 @@
 Attention weighs much in these models: what a block holds, and which tokens it is of, changes the answer.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Processes of an engine's server: found by parentage, killed, frozen, and ended whatever happens."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import time

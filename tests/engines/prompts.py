@@ -1,7 +1,5 @@
 """Prompts drawn from a seed, so that no case finds in a cache what another left there; and what a server answered."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable

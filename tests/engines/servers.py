@@ -1,7 +1,5 @@
 """Servers of a real inference engine on loopback, in the engine's own environment: started, looked into, struck and ended."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

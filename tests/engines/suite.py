@@ -1,7 +1,5 @@
 """What the suites' conftest files have in common: options, fixtures, and what is looked at after each case."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

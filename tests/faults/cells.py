@@ -11,8 +11,6 @@ One strike meets a room in every state at once. An outcome names the end of the 
 Several letters on one side are several ways in which a race may go.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

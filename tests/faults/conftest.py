@@ -1,7 +1,5 @@
 """The matrix of all strikes: printed, and kept in out/faults when the whole suite was run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A decode daemon whose pages run short, a prefill daemon that will write late, and another that fills what becomes free."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

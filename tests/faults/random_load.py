@@ -4,8 +4,6 @@
 pages do not come back after the load has stopped, and with a traceback in any daemon's log.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Stages of the fault suite, built and taken down."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """One strike from beginning to end: rooms in every state, the blow, the truth meanwhile, how every room ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """No byte of a page that was used again was written by an old room; daemons that free pages too soon prove that this is seen."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

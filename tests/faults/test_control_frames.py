@@ -1,7 +1,5 @@
 """Control messages lost, doubled, late and out of order: rooms end as they would have, and everything is given back."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

@@ -1,7 +1,5 @@
 """A room that is cancelled, given up or expired gives back everything on both sides, whatever its state."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 

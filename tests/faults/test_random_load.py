@@ -1,7 +1,5 @@
 """A random load for seconds, as `make test-load` runs it for half an hour; and the proof that the load finds wrong bytes."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.faults.load_cluster import FORGED, Chaos

@@ -1,7 +1,5 @@
 """Rooms that share pages, and what goes wrong with one of them: the others and the pages stay as they were."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

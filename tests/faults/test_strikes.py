@@ -1,7 +1,5 @@
 """kill -9 and freezes of every process, with a room in every state of the session."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 

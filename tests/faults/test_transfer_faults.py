@@ -1,7 +1,5 @@
 """Transfers that are slow, out of order, fail, never say so, or take the rank worker with them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

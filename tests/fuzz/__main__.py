@@ -3,8 +3,6 @@
 A finding is kept as `out/fuzz/FAMILY-crash-*`; run it again with `python -m tests.fuzz FAMILY --input FILE`.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import subprocess

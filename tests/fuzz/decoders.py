@@ -1,7 +1,5 @@
 """Every decoder that reads what another process has sent, as the one table that property tests and `make fuzz` walk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

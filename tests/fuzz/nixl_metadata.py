@@ -3,8 +3,6 @@
 The process meets mutated peers while it writes to a good one; its death is the finding. `--unchecked` leaves the check out.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

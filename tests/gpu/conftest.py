@@ -1,7 +1,5 @@
 """GPU tests: skipped with the reason where there is no device, so that they are collected everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

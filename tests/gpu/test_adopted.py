@@ -1,7 +1,5 @@
 """Engines that bring their own tensors: every byte of a request, and an engine that is killed while a peer's GPU writes there."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from multiprocessing.connection import Connection

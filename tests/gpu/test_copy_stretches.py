@@ -1,7 +1,5 @@
 """The kernel that copies by address against the reference: any length, any alignment, both directions, many at once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

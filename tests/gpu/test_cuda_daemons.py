@@ -1,7 +1,5 @@
 """Whole daemons with their pools on GPUs: every byte of every request, and the order between engines and workers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from itertools import product

@@ -1,7 +1,5 @@
 """Device pools between processes: the same bytes, and the order between one's kernels and another's reads."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

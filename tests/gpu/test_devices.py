@@ -1,7 +1,5 @@
 """Devices as the runtime, their UUIDs and the doctor know them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

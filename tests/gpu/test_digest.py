@@ -1,7 +1,5 @@
 """Checksums by the device against those of the CPU: every short length, long stretches, any alignment, many at once."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

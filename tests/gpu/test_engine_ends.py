@@ -1,7 +1,5 @@
 """An engine that is killed while its kernels write to a page: what is written after each of its ends, and when the page is free."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Shared host memory, page-locked for CUDA by every process that uses it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

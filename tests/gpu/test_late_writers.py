@@ -1,7 +1,5 @@
 """Late writers of `tests/faults` with pools on GPUs: a process is struck while slices of a transfer wait in its GPU's hands."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

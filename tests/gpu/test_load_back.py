@@ -1,7 +1,5 @@
 """Prefixes that come back from host memory to GPUs: every byte, the order of streams, and that no host waits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

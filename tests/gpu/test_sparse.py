@@ -1,7 +1,5 @@
 """The hot buffer on a GPU: bit by bit what the CPU's does, in graphs, without a wait and without an allocation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A real model on a GPU that decodes with a hot buffer gives the very logits of the model alone in the same arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")

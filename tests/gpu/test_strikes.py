@@ -1,7 +1,5 @@
 """The strikes of `tests/faults` at engines and rank workers whose pools are on GPUs, while kernels of both engines write pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

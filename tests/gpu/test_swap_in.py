@@ -1,7 +1,5 @@
 """The swap-in kernel against the rules in numpy, bit by bit: places, bytes, residency, ages and counters."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

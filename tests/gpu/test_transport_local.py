@@ -1,7 +1,5 @@
 """The local transport on real devices, where the contract suite does not look: whole pools of pages, and who else is there."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Conversations on a GPU: prefixes, checkpoints and shared pages in device memory; every logit of every turn is the model's own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Copies between a GPU and twins on the host, against the reference's expectation, with everything around the pages unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 Not for compute-sanitizer, which has the host wait for each launch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 

@@ -1,7 +1,5 @@
 """Recounts the accounts of pages: every structure of a book and of its spaces agrees with every other."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvbridge.pool.accounts.allocator import RunAllocator, runs_of

@@ -1,7 +1,5 @@
 """A bootstrap, prefill and decode daemons as real processes on loopback, and daemons that a test changes before they start."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """A prefill rank worker whose connections by one transport the kernel ends in the middle of a transfer, and for a while after."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

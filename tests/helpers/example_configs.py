@@ -1,7 +1,5 @@
 """The files in `configs/`: what `kvbridge init --complete` writes. `python -m tests.helpers.example_configs` writes them again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

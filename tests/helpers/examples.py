@@ -1,7 +1,5 @@
 """How often Hypothesis tries a test: as its profile says (`tests/conftest.py`), most often in `make test-all`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """Any transport with faults put in on purpose; it keeps the promises of `transport.base`, and later calls drive a late delivery."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """A real bootstrap daemon in a thread, and a fleet that only its heartbeats are of: instances that send as a model says."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Copies of a rank worker's GPU that wait in their stream at a gate, so that a test strikes with a transfer in its midst."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

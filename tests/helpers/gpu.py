@@ -1,7 +1,5 @@
 """For tests marked `gpu`: why they are skipped here, and their sizes. Importable without a GPU and without CUDA's libraries."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Targets of spawned processes of GPU tests: each gets a pipe and plain data, does one thing with memory and says so."""
 
-from __future__ import annotations
-
 import multiprocessing
 import socket as unix
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A pair of daemons with a host tier on both sides: started, waited for, and what their devices hold pushed out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Rooms and figures of running daemons with an engine attached to each; `serves` asks whether the next good room still crosses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Mooncake's servers as processes, ports for whoever has to know theirs, and processes that are stopped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Large matrices of parameters: which part of one `make test` runs, while `make test-all` runs the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rooms of a prefill node or of a decode node, with all that surrounds them faked, and what others say to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace

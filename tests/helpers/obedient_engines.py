@@ -1,7 +1,5 @@
 """Engines in processes of their own that do what they are told, so that they can be killed and frozen."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

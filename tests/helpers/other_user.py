@@ -1,7 +1,5 @@
 """Processes of other users, in a mount namespace where they can enter the folders of the interpreter and of the sources."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

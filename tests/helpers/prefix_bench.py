@@ -1,7 +1,5 @@
 """A prefix cache with its page book, on a clock that tests turn."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import count
 

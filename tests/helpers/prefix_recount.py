@@ -1,7 +1,5 @@
 """Recounts prefixes: whether index, residences, page book and readers agree with each other."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvbridge.pool.accounts.pages import PageState

@@ -1,7 +1,5 @@
 """Prompts that begin alike: what routers and engines know of a room's tokens."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from dataclasses import dataclass
 from typing import Any

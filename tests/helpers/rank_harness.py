@@ -1,7 +1,5 @@
 """A request from real prefill rank workers to real decode rank workers, and what must be true of every byte of both pools."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager

@@ -1,7 +1,5 @@
 """The pools of one instance on one node, in shared memory, and paint that shows every stray byte in any memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

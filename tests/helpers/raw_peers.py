@@ -1,7 +1,5 @@
 """Both ends of the control conversation, made by hand: they number and acknowledge, and say whatever a test wants."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Iterator

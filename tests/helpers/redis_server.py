@@ -1,7 +1,5 @@
 """A Redis server as a process. Apart from other servers: where `redis` is not installed, tests of stores run all the same."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import tempfile

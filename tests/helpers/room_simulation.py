@@ -1,7 +1,5 @@
 """One real prefill and one real decode node in memory, between links, workers and engines that are as nasty as real ones may be."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial, reduce

@@ -1,7 +1,5 @@
 """The services' surroundings, faked: workers, peers, engines and nodes that only write down what they are told."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

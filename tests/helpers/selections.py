@@ -1,7 +1,5 @@
 """Record which rows the tiny DeepSeek-V4 selects while it decodes: `python -m tests.helpers.selections`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

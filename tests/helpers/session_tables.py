@@ -1,7 +1,5 @@
 """The tables of a room, on both sides, as one page for people: `kvbridge/core/session/TABLES.md`, which a test compares."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

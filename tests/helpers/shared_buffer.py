@@ -1,7 +1,5 @@
 """Memory that transports move, shared behind a file or on a device, and a connection to a peer."""
 
-from __future__ import annotations
-
 import mmap
 import time
 from collections.abc import Callable

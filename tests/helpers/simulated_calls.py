@@ -1,7 +1,5 @@
 """The engines of `room_simulation`: they write and read pages, say so to their node, and call or die when they like."""
 
-from __future__ import annotations
-
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, Rank, Tables

@@ -1,7 +1,5 @@
 """The contents of the pages of two nodes, by page key or by owner, and the pages of engines that bring their own."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A collector of spans: an HTTP server that takes OTLP's ExportTraceServiceRequest, as the OpenTelemetry project describes it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

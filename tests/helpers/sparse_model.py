@@ -1,7 +1,5 @@
 """A model alone, and the same model with its C4 rows in host pages: sparse decode and what it is compared with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ the dense model's but for rounding: the dense model sums over all entries with a
 its window and the entries that its indexer selected. Every step checks that its bias is open at exactly these places.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

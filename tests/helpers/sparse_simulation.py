@@ -1,7 +1,5 @@
 """A hot buffer beside a plain model of what it must hold, which knows nothing of slots, rings or pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Engines beside daemons with a stand-in for CUDA: they look at device memory as at host memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

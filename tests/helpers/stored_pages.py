@@ -1,7 +1,5 @@
 """A small host pool whose pages are put into stores and taken back, and keys for them that no other test has."""
 
-from __future__ import annotations
-
 import ctypes
 import secrets
 from pathlib import Path

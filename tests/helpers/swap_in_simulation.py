@@ -1,7 +1,5 @@
 """A whole world for swap-in in torch tensors on any device: a host pool, a hot region and the state; rows are random bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -8,8 +8,6 @@ whose rows they are: the room, or with page keys what a model would give them:
 - windows and states: the key of the prompt's last page when the prompt ends with it, as a checkpoint does, else the room.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache

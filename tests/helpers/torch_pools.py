@@ -1,7 +1,5 @@
 """Pools in this process's own memory, with permuted page ids and garbage in every page."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

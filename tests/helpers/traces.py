@@ -1,7 +1,5 @@
 """Request traces written by tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -6,8 +6,6 @@ ordinal. One JSON object a line in, one out; the first line out is the answer to
 libraries print goes to stderr. End of input ends the process.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

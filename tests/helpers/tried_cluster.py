@@ -1,7 +1,5 @@
 """A newcomer's cluster: a directory that `kvbridge init` wrote, `kvbridge up` on it, and what that printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

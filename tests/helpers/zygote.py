@@ -1,7 +1,5 @@
 """Processes of kvbridge, forked from one that has imported everything: true children of whoever asks."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """Shared by the byte-exact tests: one second process for all of them, and connected nodes by parameter; and the shared cluster."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 Both roles admit in the same way, so most tests run on both. A room here is one request slot.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Bootstrap as it is shared: two replicas over one Redis, one of them killed, Redis away; real daemons."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Ids of source and destination, and of different spaces, differ at every place of
 matrix over one transport.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

@@ -4,8 +4,6 @@ The engine is this process. It looks at device memory as at host memory, since t
 real GPU are in `tests/gpu/test_cuda_daemons.py`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """`kvbridge demo` as a user runs it: real daemons, a real model, every logit compared; and its sudden end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A process of the demo answers what it is asked, and its end is told in its words."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

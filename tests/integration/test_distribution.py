@@ -1,7 +1,5 @@
 """Wheel and source distribution: what is in them, what they say of themselves, and that they run where no checkout is."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

@@ -1,7 +1,5 @@
 """The doctor beside a pair that runs: it finds the daemons, reaches them, and does not disturb them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

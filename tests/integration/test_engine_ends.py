@@ -4,8 +4,6 @@ The engine here closes its connection and writes on into the page that it had be
 does for some milliseconds.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Rooms that engines admit themselves, with pages of their own, through real daemons."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Metrics and logs of a real pair, compared with the bytes that went over and with the time."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

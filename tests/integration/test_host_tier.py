@@ -1,7 +1,5 @@
 """Prefixes that move down to host memory and come back, through real daemons: every byte, states included, whatever was evicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Copies to the host are held in the rank worker of the prefill node, which is the
 is killed while it loads.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

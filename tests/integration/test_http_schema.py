@@ -5,8 +5,6 @@ answered with 5xx but with 503, and every answer has the form that the descripti
 same for longer (`FUZZ_EXAMPLES`).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter

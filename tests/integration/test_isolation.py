@@ -1,7 +1,5 @@
 """Leftovers of a test in its process are found, and named so that one can look for them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

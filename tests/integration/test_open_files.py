@@ -1,7 +1,5 @@
 """How many files a daemon may open: all that the system allows, whatever limit the shell that started it has."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

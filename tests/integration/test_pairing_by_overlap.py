@@ -3,8 +3,6 @@
 Every prompt is first paired while the instances that come first are busy, so that load alone would choose others afterwards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field

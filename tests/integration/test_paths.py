@@ -3,8 +3,6 @@
 Which transfer it is that notices is up to the machine, so rooms are sent until one has: every byte of each is compared.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

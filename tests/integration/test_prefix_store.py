@@ -3,8 +3,6 @@
 A store that hangs, dies or lies is in `tests/contract/test_stored_prefixes.py`, with the node's own parts above it.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prefixes that stay on the devices of both nodes, through real daemons: what is computed, sent and read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

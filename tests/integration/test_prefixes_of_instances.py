@@ -4,8 +4,6 @@ Each node has a cache and a host tier of its own. Their engines start where both
 begin with the largest that both have (`at_most`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prefixes of other models, through real daemons: without windows every page end will do, with long ones there are checkpoints."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

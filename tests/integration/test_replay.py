@@ -1,7 +1,5 @@
 """A replay of a trace: real daemons, real engines, every byte compared."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The runner of all suites: what is wrong with one is told, and keeps none of the others from running."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

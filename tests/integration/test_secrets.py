@@ -1,7 +1,5 @@
 """Daemons that are given their secrets in every way, made to fail in every way, and searched for them afterwards."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

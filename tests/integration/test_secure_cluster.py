@@ -1,7 +1,5 @@
 """A cluster with tokens and keys: who is let in, lists that change while daemons run, and what is never shown."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """A real model that decodes with a hot buffer gives the very logits of the model alone in the same arithmetic."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from itertools import pairwise
 

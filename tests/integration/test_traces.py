@@ -1,7 +1,5 @@
 """One request's trace over all processes, as a collector receives it."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Iterator

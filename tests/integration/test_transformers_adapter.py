@@ -1,7 +1,5 @@
 """A request that one engine prefills and another decodes gives the very logits of one engine alone; so does a known prefix."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

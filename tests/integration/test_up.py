@@ -1,7 +1,5 @@
 """From nothing to a request, as a newcomer goes: init, up, what it says to try, Ctrl-C."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

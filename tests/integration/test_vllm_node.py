@@ -1,7 +1,5 @@
 """The nodes beside vLLM: children of the process that has the tensors, or daemons that an operator runs."""
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess

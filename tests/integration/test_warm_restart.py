@@ -1,7 +1,5 @@
 """Daemons that end and start again with pools that are kept: what their prefixes were is there, byte for byte, or is not used."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A rank worker on a thread of an engine's process: the process lives on, so nothing of the worker may."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 

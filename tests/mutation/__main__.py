@@ -8,8 +8,6 @@ tests first. An edit dies when a test fails, when the import fails, or when the 
 run without an edit afterwards, since a test that is red by itself says nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 Owns: one run of the fast suites with a measured context for each test. Must not know: edits.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import defaultdict

@@ -5,8 +5,6 @@ Owns: which edits there are, their names, and the edited code. Must not know: te
 An edit is named by its file, function, kind and text, not by its line: code above it may come and go.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator

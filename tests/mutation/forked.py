@@ -5,8 +5,6 @@ Owns: the import hook and the process. Must not know: which edits are drawn.
 The parent has imported the libraries and nothing of the package, so a child starts in no time and imports the package by itself.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Alerts, recording rules and boards: promtool accepts them, every name in them exists, and each alert fires in its situation."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The status page in a real browser: of a pair of daemons and bootstrap while rooms go through, and of a fleet of 200 instances."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

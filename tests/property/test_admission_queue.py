@@ -3,8 +3,6 @@
 The pages are counted by hand here; what is driven is the queue as the admission drives it.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 from hypothesis import given, strategies as st

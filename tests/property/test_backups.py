@@ -4,8 +4,6 @@ Nothing is lost, since what is on the device stays. Nothing is leaked: when ever
 the cache's. And a page counts as on the host only if every rank has said that its copy is proved.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """Every decoder that faces a socket, fed with nonsense: it answers with what it is documented to, soon, and in little memory."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 

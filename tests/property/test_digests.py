@@ -1,7 +1,5 @@
 """Digests of random requests, models, parallelisms and layouts: both sides find the same, and every flipped bit is named."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

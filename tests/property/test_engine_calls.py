@@ -3,8 +3,6 @@
 Each reader of a message takes every value that the message may have, or refuses the value with a reason.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 

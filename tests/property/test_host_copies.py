@@ -4,8 +4,6 @@ The model knows where each page of each prompt is, who reads it there, and what 
 at its very end, so a page that was given away too early is seen by what is in it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Manifests that a hostile peer makes up: each is refused by a BridgeError, or planned with, and no other exception is raised."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgpack

@@ -1,7 +1,5 @@
 """The journal of a kept pool against memory that is used again and again: whatever becomes of its bytes, no page is wrong."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings, strategies as st
 

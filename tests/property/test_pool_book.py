@@ -1,7 +1,5 @@
 """The page book against a naive model: pages are conserved and none has two owners, whatever is called."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Any placement: pages never overlap, never leave their mapping, and the manifest's formula finds them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given, strategies as st

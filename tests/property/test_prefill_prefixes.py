@@ -4,8 +4,6 @@ A page holds the key of its last contents. The test compares the start of each r
 own keys, and sees at once when a cached page or one with a reader is written.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

@@ -3,8 +3,6 @@
 Checkpoints, twins and pages of several spaces are in the model of `test_host_copies`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Retention in any order of uses, times and evictions: it never makes a page stay that others need, and its share is bounded."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule

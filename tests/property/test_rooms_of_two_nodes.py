@@ -1,7 +1,5 @@
 """Random lives of rooms between a prefill and a decode node: pages are never used twice, and everything comes to an end."""
 
-from __future__ import annotations
-
 from collections import deque
 
 import numpy as np

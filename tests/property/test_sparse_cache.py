@@ -1,7 +1,5 @@
 """Whatever engines do with a hot buffer, selected rows are the very rows, and the tables agree after every verb."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 

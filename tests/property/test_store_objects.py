@@ -1,7 +1,5 @@
 """Objects of stores: a trailer says what it was made to say or is a miss, a form names its bytes, parts lie where regions say."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Any geometry, layout, backend and scattered pages, both ways: twins get what they keep, and nothing beside it is touched."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, strategies as st
 

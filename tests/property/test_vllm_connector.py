@@ -3,8 +3,6 @@
 vLLM is a model with vLLM's assertions, the decisions of the connector and the nodes are the real ones.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule

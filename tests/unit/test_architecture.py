@@ -1,7 +1,5 @@
 """The architecture page names the layers that the import linter keeps, and files that exist."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The documentation keeps up with what it is about: alerts, metrics, log events, configuration, commands, pages."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib

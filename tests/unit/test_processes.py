@@ -1,7 +1,5 @@
 """Child processes get no foreign modules, no settings and no secrets, and their ends have words."""
 
-from __future__ import annotations
-
 import ast
 import signal
 from pathlib import Path

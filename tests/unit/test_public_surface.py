@@ -1,7 +1,5 @@
 """The imports of an engine author: complete, and shown by scripts and by test engines that use nothing else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The soak's verdict: what counts as growth."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The threat model names tests for what it says cannot be done: they exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

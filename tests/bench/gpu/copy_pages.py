@@ -1,7 +1,5 @@
 """Whole C4 pages between device and host by kernel, scattered on both sides, beside one copy of as many bytes by a copy engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 The median of 21 replays of one CUDA graph over 8 layers or fewer. Before each: state restored, next selection, cache flushed.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

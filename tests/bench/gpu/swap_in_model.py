@@ -4,8 +4,6 @@ A request has 32,768 rows in 512 scattered host pages. Hot slots hold random row
 that are not resident and otherwise resident ones, shuffled; no row is in the ring.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Device time of work, by events in CUDA graphs or around calls; memory and rows that are measured; a bare gather; budgets."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The local transport of C4 pages from GPU memory into a shared host pool, beside one plain copy of as many bytes."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import statistics

@@ -9,8 +9,6 @@ SGLang sends a whole page of windows with every request, kvbridge from `layer_fi
 beside. Pages are consecutive, or in runs of 8 on kvbridge's side and single on SGLang's, as pools in use give them.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

@@ -3,8 +3,6 @@
 It stands where `cuda.bindings` and the copy kernel do. Processes find it through `sitecustomize` in this folder.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import itertools

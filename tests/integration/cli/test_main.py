@@ -1,7 +1,5 @@
 """`kvbridge`: one command is imported, and Ctrl-C is a line and an exit code at any time."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

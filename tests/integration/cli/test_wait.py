@@ -1,7 +1,5 @@
 """`kvbridge wait`: its exit codes, and that it says what is not ready and why."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

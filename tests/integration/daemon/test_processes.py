@@ -1,7 +1,5 @@
 """Child processes: they end when told and with their parent, they are started again, and no failure of one goes unseen."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -1,7 +1,5 @@
 """The output of workers and of the libraries below them, as lines of the daemon's log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """A trial between two processes: real bytes, compared; one trial at a time; and no figure for bytes that did not arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """Fixtures of the tests of endpoints: fake peers, and the question that ends every test."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

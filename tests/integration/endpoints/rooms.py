@@ -1,7 +1,5 @@
 """Rooms of the shared cluster with a fake node at one end."""
 
-from __future__ import annotations
-
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Drained, Failed, Hello, Offer, Welcome
 from tests.helpers.live_rooms import LiveCluster, ends, http

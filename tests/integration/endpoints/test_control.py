@@ -4,8 +4,6 @@ Every test ends with the question of `serves_afterwards`: does the next good roo
 The codec, the sockets and the rules of offers have tests of their own; here the daemon as a whole must not mind.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 A refused call changes nothing: after each the room in question is finished correctly, byte for byte.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.core.ids import Rank

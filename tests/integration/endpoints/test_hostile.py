@@ -4,8 +4,6 @@ The peers here are authenticated: they may connect, and some were welcomed. They
 kill a process, or make a process grow. Every test ends with the question of `serves_afterwards`: does the next good room cross?
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import socket

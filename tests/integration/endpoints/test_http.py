@@ -3,8 +3,6 @@
 The routes have their own tests over fakes; here pages are real, and both sides must get theirs back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

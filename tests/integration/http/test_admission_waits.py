@@ -1,7 +1,5 @@
 """Admission that waits, over a real socket: its answer, and a caller that does not wait for it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A real server on a real socket: its start, its address, its bounded end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

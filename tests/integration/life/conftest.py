@@ -1,7 +1,5 @@
 """One cluster serves a file of tests of the life of daemons; each test leaves it whole. Helpers ask one daemon."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

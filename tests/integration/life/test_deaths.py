@@ -3,8 +3,6 @@
 Rooms in flight when something dies fail on both sides with the reason, and the next room crosses.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """How daemons end: signals, what they leave in shared memory, and starts that cannot be."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

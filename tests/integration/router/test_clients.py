@@ -1,7 +1,5 @@
 """The router for its clients and its operators: limits, refusals, headers, its end, the directory."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

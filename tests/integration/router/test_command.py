@@ -1,7 +1,5 @@
 """`kvbridge router` as a process: what it says of a wrong command line, and how it begins and ends."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Requests of the router to prefill and decode servers, also when a server fails."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """Spans sent to a real collector: counts, an absent or hanging collector, and the end."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The file in which a daemon says where it is."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

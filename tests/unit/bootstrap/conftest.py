@@ -1,7 +1,5 @@
 """Every test of the directory and of pairing runs over both stores; Redis is a real one."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The directory: incarnations, expiry, completeness, agreement; over both stores."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.api.directory import ControlMode, Load

@@ -1,7 +1,5 @@
 """The choice of a pair: the best of few instances, whatever the size of the fleet, and who is thought to hold the prompt."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Reservation on both ends: all or nothing, bounded, once, also by two replicas at once."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 

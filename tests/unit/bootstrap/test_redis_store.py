@@ -1,7 +1,5 @@
 """The store in Redis: replicas, a Redis that goes away, values that somebody else has written."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """The contract of a store, kept by the one in memory and the one in Redis alike."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

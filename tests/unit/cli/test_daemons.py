@@ -1,7 +1,5 @@
 """The exit codes of daemons: what gets better by itself, and what does not."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvbridge doctor`: exit codes, words at night, JSON for programs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

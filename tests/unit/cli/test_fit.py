@@ -1,7 +1,5 @@
 """`kvbridge fit`: figures of a configuration, reading of traces, and the simulated pool against least recently used pages."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

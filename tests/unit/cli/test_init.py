@@ -1,7 +1,5 @@
 """`kvbridge init`: what it writes loads, fits together, and is refused where it would not."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

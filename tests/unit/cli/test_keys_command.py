@@ -1,7 +1,5 @@
 """`kvbridge keys`: what is written, what is printed, what is found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

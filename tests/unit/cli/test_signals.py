@@ -1,7 +1,5 @@
 """Signals while `kvbridge up` runs: which are raised, and which are counted."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The commented files that `kvbridge init --complete` writes, and the schema that `kvbridge config schema` prints."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """From files, variables and flags to a configuration: precedence, origins, the wording of each mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

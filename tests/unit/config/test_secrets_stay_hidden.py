@@ -1,7 +1,5 @@
 """Secrets in the right places, and in the wrong ones: no message about a configuration repeats them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """CURVE keys, their files, and the list of allowed keys."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

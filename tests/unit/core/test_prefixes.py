@@ -1,7 +1,5 @@
 """Which namespaces a token may name, and whose pages a decode node takes."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import TypeAdapter, ValidationError
 

@@ -1,7 +1,5 @@
 """The heartbeats of a daemon, against a directory that only writes down what it is told."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """The journal of kept pools beside a real cache and real files: what the next process would find after every step."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How a daemon starts, ticks and ends, also when one of its parts does not; and its traces."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import sys

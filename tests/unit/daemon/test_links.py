@@ -1,7 +1,5 @@
 """The links of a node to its peers: how many there are, when they end, and what looking at them takes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """The parts of a node together: its pages for operators, how peers and engines can meet it, which prefixes it keeps."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.api.status import Readiness, RegistrationState

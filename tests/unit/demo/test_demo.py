@@ -1,7 +1,5 @@
 """The plan and the words of a demo: edges, sizes of pools, refusals, and one wrong logit that turns the verdict."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 from pathlib import Path

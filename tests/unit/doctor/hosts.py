@@ -1,7 +1,5 @@
 """Recorded hosts: a healthy decode node with two GPUs and RDMA, and how one differs from it."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from pydantic import BaseModel

@@ -1,7 +1,5 @@
 """Every check against recorded hosts: one that it calls broken, and one that it calls fine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The edge reads what the kernel shows: trees of /proc and /sys as hosts have them, sockets that really listen."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

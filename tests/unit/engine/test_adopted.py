@@ -1,7 +1,5 @@
 """The rank worker that lives on a thread of an engine's process: its end, and who is told of it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """The verbs of engines: what is said when pools are on a GPU, and of page keys. The node and the GPU are this test's."""
 
-from __future__ import annotations
-
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace

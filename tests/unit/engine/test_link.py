@@ -1,7 +1,5 @@
 """How an engine finds its node."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import deque
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The node, the GPU and the copies are this test's.
 """
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

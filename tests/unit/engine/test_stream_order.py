@@ -1,7 +1,5 @@
 """Calls that wait for a GPU, and the points that they wait for. The GPUs are this test's."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 

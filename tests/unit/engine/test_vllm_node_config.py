@@ -1,7 +1,5 @@
 """The configuration of a node beside vLLM: vLLM's part, the user's part, and settings that are refused."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

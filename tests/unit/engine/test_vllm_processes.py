@@ -1,7 +1,5 @@
 """The connector's processes: a worker whose rank worker does not end, and the thread that attaches to the node beside vLLM."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors of vLLM's shapes: read, planned between instances that are split otherwise, and compared byte by byte."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass

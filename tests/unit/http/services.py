@@ -1,7 +1,5 @@
 """Services behind the endpoints, for tests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any, Self

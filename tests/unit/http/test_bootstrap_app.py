@@ -1,7 +1,5 @@
 """Bootstrap's endpoint, through its own client, with daemons behind it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The way back: from an answer to the error that caused it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

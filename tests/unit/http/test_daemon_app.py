@@ -1,7 +1,5 @@
 """Each route of a daemon's endpoint, and what it answers when something is wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import itertools

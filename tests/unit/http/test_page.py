@@ -1,7 +1,5 @@
 """The files of the status page, their headers, and the document that it shows."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Requests take turns with the rest of the loop, and of a caller that has hung up meanwhile nothing is begun."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Copies by the processor, and the arrays that a kernel is given."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st

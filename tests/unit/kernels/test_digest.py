@@ -1,7 +1,5 @@
 """Checksums by the processor, and the tables and the arithmetic of the kernel, followed by hand in Python."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from crc32c import crc32c

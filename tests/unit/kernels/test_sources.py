@@ -1,7 +1,5 @@
 """Every kernel compiles, without a GPU, for the architecture that it was written for."""
 
-from __future__ import annotations
-
 import importlib
 from importlib import resources
 

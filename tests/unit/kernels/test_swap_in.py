@@ -1,7 +1,5 @@
 """The rules of swap-in on the CPU: every row where the answer says, in worlds that are small enough to look at each byte."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

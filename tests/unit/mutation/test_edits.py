@@ -1,7 +1,5 @@
 """Small edits of code: each is found once, named without its line, and made where its name says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Admission over a real page book: waits, the order of the queue, refusals with their hints, caps, and how all that is shown."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable

@@ -1,7 +1,5 @@
 """Prefixes that stay: where a room starts, which checkpoints it leaves behind, and what engines load from host memory."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

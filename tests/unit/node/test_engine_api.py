@@ -1,7 +1,5 @@
 """The calls of engines and their answers, and the end of rooms whose engine or memory is gone."""
 
-from __future__ import annotations
-
 import pytest
 from structlog.testing import capture_logs
 

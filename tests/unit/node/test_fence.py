@@ -1,7 +1,5 @@
 """The rounds by which writers that give no proof are shut out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

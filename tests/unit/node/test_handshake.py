@@ -1,7 +1,5 @@
 """How a prefill node meets decode nodes: which ones are let in, in which order messages are handled, and when a node is gone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

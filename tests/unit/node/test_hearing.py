@@ -1,7 +1,5 @@
 """Every message of a peer or a rank worker, in every state of a room: it does what the literal lists, or it changes nothing."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partial

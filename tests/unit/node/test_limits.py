@@ -1,7 +1,5 @@
 """Reports about rooms that wait, and limits: a room whose limit runs out gives all back, and clients' accounts are even."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.api.rooms import RoomQuery, RoomReport

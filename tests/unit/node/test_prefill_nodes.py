@@ -1,7 +1,5 @@
 """How a decode node meets prefill nodes: which claims of a node it believes, and when it asks again."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Rooms of a prefill node: who may write and read their pages, what rank workers are told, and when pages are free."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.core.addresses import PeerAddress

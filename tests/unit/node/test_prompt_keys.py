@@ -1,7 +1,5 @@
 """Page keys of rooms and of the engines that work on them."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest

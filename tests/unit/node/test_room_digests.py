@@ -1,7 +1,5 @@
 """Digests in the life of a room: asked for, reported, compared; on both sides, without memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.core.plan.digests import DigestKind

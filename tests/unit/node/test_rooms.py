@@ -1,7 +1,5 @@
 """The book of rooms, and the pages of rooms: waits, receipts, lists, quarantines, the cached prefix in front of their own pages."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Prompts that meet on a decode node: what the second one is not sent, when its pages stay, and what becomes of them."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Prefixes that a store has, on their way into a node: whatever it says or has, no request fails by it and no page stays away."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from itertools import pairwise

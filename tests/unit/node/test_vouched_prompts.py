@@ -3,8 +3,6 @@
 Two whole nodes in memory; what each page holds is followed, and the simulation looks at all that is cached after each step.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.core.session.tables import RoomState

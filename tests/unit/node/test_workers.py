@@ -1,7 +1,5 @@
 """The rank workers of a node: whose words count, when they are believed, and what is missing in words."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

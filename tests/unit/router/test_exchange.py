@@ -1,7 +1,5 @@
 """A request's way, with servers that do what the test says, in any order."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Which server is next, and how the servers are."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.config.schema import RouterTimeouts

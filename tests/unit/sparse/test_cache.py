@@ -1,7 +1,5 @@
 """The hot buffer against a plain model of its rows: what is selected is there, bytes and all."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

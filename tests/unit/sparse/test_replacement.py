@@ -1,7 +1,5 @@
 """How much the five classes of age lose against true LRU, by recorded and by synthetic selections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The host's account of request slots: which places, which pages to the host, which waits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The order of waits that a GPU would be told, written down by a device that does everything at once."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """The form of what ties processes together: W3C's traceparent, and which spans are ours to record."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

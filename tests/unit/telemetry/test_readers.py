@@ -1,7 +1,5 @@
 """Facts: how they reach their readers, what they become in metrics and in the log."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

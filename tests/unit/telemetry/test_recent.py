@@ -1,7 +1,5 @@
 """The recent past: problems, traffic, and the facts of each room, in order and bounded."""
 
-from __future__ import annotations
-
 import time
 
 from kvbridge.core.geometry.components import ComponentKind

@@ -1,7 +1,5 @@
 """Spans that follow from facts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvbridge.core.geometry.components import ComponentKind

@@ -1,7 +1,5 @@
 """The policies of backups: the pages that are on the host after each step. Nothing is copied: a test says when an order ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

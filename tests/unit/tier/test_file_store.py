@@ -1,7 +1,5 @@
 """The store of files: its bound, its order, several of them on one directory, and what a disk can do to it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

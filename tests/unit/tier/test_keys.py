@@ -1,7 +1,5 @@
 """Page keys: the published vectors by a second implementation, written from the module's description alone."""
 
-from __future__ import annotations
-
 import json
 from importlib import resources
 

@@ -1,7 +1,5 @@
 """The answers of Mooncake's store: their outcomes, and whether the memory of a request may be used again."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

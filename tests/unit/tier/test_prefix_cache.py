@@ -1,7 +1,5 @@
 """Prefixes that stay, one situation at a time; tests/property/test_host_copies.py has them in every order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The index of cached prefixes, case by case; `tests/property/test_prefix_index.py` has it against a naive model."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

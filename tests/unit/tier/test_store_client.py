@@ -1,7 +1,5 @@
 """A node's end of a store without the store: what orders say, and what each report, silence and end of the process leads to."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The common work of all backends: memory taken in as a whole, peers by their handles, checks before a submission."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

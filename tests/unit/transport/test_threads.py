@@ -1,7 +1,5 @@
 """Threads of transports: calls that block and the bound on them, and the pump, which pushes transfers until each has ended."""
 
-from __future__ import annotations
-
 import threading
 import time
 

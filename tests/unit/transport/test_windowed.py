@@ -1,7 +1,5 @@
 """The window and the ending of transfers, against a library that is told what to answer."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvbridge.core.errors import TransportError

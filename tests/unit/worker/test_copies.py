@@ -1,7 +1,5 @@
 """Orders to copy pages, as one rank carries them out: in slices, with pauses, and one answer to each, whatever happens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Digests that a rank worker computes over real memory, slice by slice, between its polls of transfers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A path that is lost in every place of a transfer: what is sent again, over what, and what the node is told."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """The orders of a rank: which begin, and source pages that follow while a room is sent."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvbridge.core.geometry.pages import tables_from_wire

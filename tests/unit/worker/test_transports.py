@@ -1,7 +1,5 @@
 """A rank's transports are replaced and closed beside its work: it beats, and rooms go on, however long that takes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Refusals of mooncake, without a peer; each environment in a process of its own, since it is read once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

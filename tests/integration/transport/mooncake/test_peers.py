@@ -1,7 +1,5 @@
 """Calls that wait for a socket, and their end; the library itself is the contract suite's matter."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import socket

@@ -1,7 +1,5 @@
 """The cost of a request on decode, and how many requests fit."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.core.errors import InvalidInputError

@@ -1,7 +1,5 @@
 """Where a prefill engine can go on with a prefix: which models, at which page ends, with what."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, strategies as st
 

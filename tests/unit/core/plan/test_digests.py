@@ -1,7 +1,5 @@
 """Checksums as polynomials, and what the digests of a request add up to."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from crc32c import crc32c

@@ -1,7 +1,5 @@
 """Addresses of pages against a plain loop, for every form in which pages lie."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st

@@ -1,7 +1,5 @@
 """The regions of two ranks that meet, the rows that each writer owes; rows to pages, slots to bytes, page ids to runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

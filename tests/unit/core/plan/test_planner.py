@@ -1,7 +1,5 @@
 """Operations of a plan: how many, which layers and components go together, their dead bytes, and refusals."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """The transitions of a room, the meanings of messages, the progress of ranks. `unit/node/test_hearing.py` holds nodes to them."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from itertools import product
 from pathlib import Path

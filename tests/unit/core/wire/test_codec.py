@@ -1,7 +1,5 @@
 """Frames come back as they were sent, and a refused one says why; two releases agree, and a later one may add to its messages."""
 
-from __future__ import annotations
-
 import msgpack
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Descriptions of ranks as bytes: nothing is lost, a whole node fits into one frame, nonsense is named."""
 
-from __future__ import annotations
-
 import time
 import tracemalloc
 

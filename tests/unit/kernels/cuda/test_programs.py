@@ -1,7 +1,5 @@
 """Kernels from source to machine code, and the files that keep it; no device is needed for that."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

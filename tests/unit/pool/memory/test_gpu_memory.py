@@ -1,7 +1,5 @@
 """Host memory registered with CUDA, and devices by their UUID: with stand-ins for CUDA."""
 
-from __future__ import annotations
-
 import os
 from enum import IntEnum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that outlive their owner: the right to them, their expiry, and how the next owner takes them over."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from itertools import product

@@ -3,8 +3,6 @@
 Windows, deadlines and aborts are those of every transfer (`test_windowed.py`).
 """
 
-from __future__ import annotations
-
 import threading
 import weakref
 

@@ -1,7 +1,5 @@
 """Whether two processes share a host is proved: every way in which the proof can be false is refused, with words."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

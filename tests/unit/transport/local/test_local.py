@@ -1,7 +1,5 @@
 """The local transport between two transports of one process; other processes are the contract suite's matter."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -3,8 +3,6 @@
 Device memory is ordinary memory here, its handle names its address, and streams copy when they are asked after.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Memory made usable by devices in the background, pages of fresh mappings, and copies by the processor."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

@@ -1,7 +1,5 @@
 """The end of a mooncake transport whose library does not return from calls; the library itself is the contract suite's matter."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

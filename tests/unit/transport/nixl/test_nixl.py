@@ -1,7 +1,5 @@
 """The nixl backend over a scripted agent; the contract suite tests the library itself."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 
