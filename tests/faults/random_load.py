@@ -294,6 +294,8 @@ class RandomLoad:
                     time.sleep(0.2)
                 self._paused.set()
                 self._rest()
+        except (BridgeError, AssertionError) as error:  # told with what came before
+            self.violations.append(f"{type(error).__name__}: {error}")
         finally:
             self._stopping.set()
             for thread in threads:

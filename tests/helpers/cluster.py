@@ -106,7 +106,12 @@ os._exit(code)
 _WORKER_TOO = """
 import sys
 from kvbridge import processes
-processes.module_command = lambda module, *arguments: [sys.executable, "-c", {code!r}, *arguments]
+of_module = processes.module_command
+def module_command(module, *arguments):
+    if module != "kvbridge.worker.process":
+        return of_module(module, *arguments)
+    return [sys.executable, "-c", {code!r}, *arguments]
+processes.module_command = module_command
 """
 
 

@@ -85,7 +85,7 @@ class _KnownPrefill:
 
 
 class Links(Protocol):
-    """The connections to prefill nodes, by address: `daemon/prefill_links.py`. Only `connect` raises."""
+    """The connections to prefill nodes, by address: `daemon/decode.py`. Only `connect` raises."""
 
     def connect(self, address: PeerAddress) -> None:
         """Connect to an address that is not connected to."""

@@ -65,7 +65,7 @@ Ended = Callable[[BaseException | None], None]
 
 
 class Links(Protocol):
-    """The connections to decode nodes: `daemon/decode_links.py`. Only `key_of` raises."""
+    """The connections to decode nodes: `daemon/prefill.py`. Only `key_of` raises."""
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message to a known or unknown peer."""
