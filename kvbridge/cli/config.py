@@ -101,13 +101,14 @@ def load_or_exit(
         fail(error)
 
 
-def aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of cells as aligned columns: the first to the left, the others to the right."""
+def aligned(rows: Iterable[Sequence[str]], right: Sequence[int] | None = None) -> str:
+    """Return rows of cells as aligned columns. `right`: columns that are set to the right; None: all but the first."""
     cells = [list(row) for row in rows]
+    to_the_right = range(1, len(cells[0])) if right is None else right
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (
         [
-            cell.rjust(width) if at else cell.ljust(width)
+            cell.rjust(width) if at in to_the_right else cell.ljust(width)
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         for row in cells

@@ -25,6 +25,18 @@ COMMANDS = {
         "kvbridge.cli.up:wait",
         "Wait until daemons are ready: all that are named, or the cluster of a directory.",
     ),
+    "status": (
+        "kvbridge.cli.look:status",
+        "Show whether daemons are ready, and what keeps them busy or from it.",
+    ),
+    "rooms": (
+        "kvbridge.cli.look:rooms",
+        "List the rooms of nodes, the oldest first: what each one waits for, and who has to act.",
+    ),
+    "room": (
+        "kvbridge.cli.look:room",
+        "Show one room as each node sees it: its report, and its events in their order.",
+    ),
     "prefill": (
         "kvbridge.cli.daemons:prefill",
         "Run a prefill daemon: it holds the pages that an engine computes, and sends them to decode nodes.",
