@@ -23,7 +23,7 @@ from kvbridge.config.pools import ModelConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
 from kvbridge.control.keys import generate_keys, write_keys, write_secret
 from kvbridge.core.addresses import is_loopback
-from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
+from kvbridge.core.errors import WITH_LIBRARIES, BridgeError, ConfigError, ConflictError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import PRESETS
 from kvbridge.core.ids import IndexSpace, field_docs
@@ -251,7 +251,7 @@ def _tell(folder: Path, cluster: InitialCluster) -> None:
     typer.echo(f"{folder}: bootstrap.yaml, prefill.yaml, decode.yaml{', keys' if cluster.keys else ''}")
     typer.echo(f"model {cluster.model.preset or cluster.model.hf_config}; pools in host memory: {sizes}")
     if not cluster.one_host and importlib.util.find_spec("mooncake") is None:
-        typer.echo("these need Mooncake, which is not installed: pip install 'kvbridge[cpu]'; or init with --one-host")
+        typer.echo(f"these need Mooncake, which is not installed ({WITH_LIBRARIES}); or init with --one-host")
     if any(not is_loopback(host) for host in cluster.hosts.values()):
         typer.echo(
             f"copy {folder} to each machine, without the secret keys (*.key) of others, and start the machine's role there:"

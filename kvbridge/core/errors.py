@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+CHECKOUT = "in a checkout of kvbridge: pip install '.[{}]'"
+"""How to install an extra. kvbridge is on no package index: a name alone would install whatever somebody puts there."""
+WITH_LIBRARIES = f"{CHECKOUT.format('cpu')}, or '.[cuda]' on a host with CUDA"
+
 
 class BridgeError(Exception):
     """Base of all deliberate errors. An HTTP API answers with `http_status`. The head of a class names what it does not inherit."""

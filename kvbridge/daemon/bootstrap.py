@@ -28,7 +28,7 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.store import MemoryStore, PairingState, RoomTimes, Store
 from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig, StoreKind
-from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
+from kvbridge.core.errors import CHECKOUT, BridgeError, ConfigError, UnavailableError
 from kvbridge.core.process import moment
 from kvbridge.daemon.lifecycle import Daemon
 from kvbridge.daemon.secret_files import SecretFiles
@@ -200,7 +200,7 @@ def open_store(config: BootstrapConfig, metrics: Metrics, files: SecretFiles) ->
         from kvbridge.bootstrap.redis_store import RedisStore, redis_client  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"
+            f"directory.store is redis, which needs the package {error.name}; {CHECKOUT.format('redis')}"
         ) from error
     key, file = "directory.redis_password_file", directory.redis_password_file
     password = files.add(key, (file,), lambda: read_secret(None, file, key=key))

@@ -16,7 +16,7 @@ from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness
 from kvbridge.config.endpoints import DirectoryLinkConfig, HttpConfig, TracesConfig
 from kvbridge.config.loading import read_grants, read_secrets, read_token
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import CHECKOUT, ConfigError
 from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
 from kvbridge.daemon.secret_files import SecretFiles
@@ -175,7 +175,7 @@ class Daemon:
             from kvbridge.telemetry.tracing import SpanExport, parse_headers  # noqa: PLC0415 - an extra
         except ModuleNotFoundError as error:
             raise ConfigError(
-                f"telemetry.traces.endpoint is set, which needs the package {error.name}: install kvbridge[traces]"
+                f"telemetry.traces.endpoint is set, which needs the package {error.name}; {CHECKOUT.format('traces')}"
             ) from error
         file, key = config.headers_file, "telemetry.traces.headers_file"
         headers = self.secrets.add(key, (file,), lambda: parse_headers(read_secrets(None, file, key=key), key=key))

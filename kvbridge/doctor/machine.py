@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.control.runtime_directory import require_private_directory
-from kvbridge.core.errors import BridgeError, ConfigError
+from kvbridge.core.errors import CHECKOUT, BridgeError, ConfigError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, size, warning
 from kvbridge.kernels.cuda import runtime
@@ -312,7 +312,7 @@ def check_gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield warning(
             f"a GPU's driver is here, but this process cannot use it: {machine.gpu_problem}",
             "transports would neither see device memory nor copy with the GPU; the configuration places no rank on a GPU",
-            f"{DRIVER_CURE}; pip install 'kvbridge[cuda]'",
+            f"{DRIVER_CURE}; {CHECKOUT.format('cuda')}",
         )
     else:
         yield not_here(

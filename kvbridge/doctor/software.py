@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from kvbridge.config.transports import MooncakeProtocol
+from kvbridge.core.errors import WITH_LIBRARIES
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, warning
 
@@ -92,7 +93,7 @@ def check_library(transport: str, software: Software, needs: Needs) -> Iterator[
         yield breaks(
             f"transports.order names {transport}, which is not installed",
             "rank workers start without it, and refuse peers with no other transport in common",
-            f"pip install 'kvbridge[cpu]' (with CUDA: 'kvbridge[cuda]'), or take {transport} out of transports.order",
+            f"{WITH_LIBRARIES}; or take {transport} out of transports.order",
         )
     elif not found:
         yield not_here(f"{transport} is not installed", "no configuration that needs it was given")

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
+from kvbridge.core.errors import CHECKOUT, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Closing
 
@@ -30,7 +30,7 @@ def library(name: str = "cuda.bindings.runtime") -> Any:  # noqa: ANN401 - the b
         return importlib.import_module(name)
     except ImportError as error:
         raise UnsupportedError(
-            f"no CUDA here: the package cuda-core is not installed ({error}); pip install 'kvbridge[cuda]'"
+            f"no CUDA here: the package cuda-core is not installed ({error}); {CHECKOUT.format('cuda')}"
         ) from error
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from kvbridge.config.tier import MooncakeStoreSettings
 from kvbridge.config.transports import MooncakeProtocol
-from kvbridge.core.errors import NotReadyError, RegistrationError, TransportError
+from kvbridge.core.errors import WITH_LIBRARIES, NotReadyError, RegistrationError, TransportError
 from kvbridge.core.process import monotonic
 from kvbridge.tier.stores.objects import BROKEN, Answer, Capabilities, Outcome, StoredObject
 
@@ -85,8 +85,8 @@ class MooncakeStore:
             from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # noqa: PLC0415 - costs a second
         except ImportError as error:
             raise TransportError(
-                f"the store of the mooncake library cannot be loaded ({error}); install kvbridge[cpu] on a host without CUDA, "
-                "kvbridge[cuda] on one with it, and the system package libibverbs1"
+                f"the store of the mooncake library cannot be loaded ({error}); {WITH_LIBRARIES}, "
+                "and the system package libibverbs1"
             ) from error
         self._library: Any = MooncakeDistributedStore()
         self._config = ReplicateConfig()

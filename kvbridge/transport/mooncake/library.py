@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar, cast
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings
-from kvbridge.core.errors import TransportError
+from kvbridge.core.errors import WITH_LIBRARIES, TransportError
 from kvbridge.transport.base import set_environment
 from kvbridge.transport.threads import start_thread
 
@@ -116,8 +116,7 @@ def create_library(settings: MooncakeSettings) -> Library:
         from mooncake.engine import TransferEngine  # noqa: PLC0415  only after its environment has been set
     except ImportError as error:
         raise TransportError(
-            f"the mooncake library cannot be loaded ({error}); install kvbridge[cpu] on a host without CUDA, "
-            "kvbridge[cuda] on one with it, and the system package libibverbs1"
+            f"the mooncake library cannot be loaded ({error}); {WITH_LIBRARIES}, and the system package libibverbs1"
         ) from error
     library = cast("Library", TransferEngine())
     answer = library.initialize(settings.host, METADATA, settings.protocol.value, settings.device_name)

@@ -26,7 +26,7 @@ from crc32c import crc32c
 from pydantic import ConfigDict, Field
 
 from kvbridge.config.transports import NixlSettings
-from kvbridge.core.errors import TransportError
+from kvbridge.core.errors import WITH_LIBRARIES, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import has_accelerator
@@ -319,7 +319,7 @@ def _package() -> str:
     """Return the installed build; of two, that of CUDA 13 where the driver is new enough for it."""
     found = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
     if not found:
-        raise TransportError("no nixl library is installed; install kvbridge[cpu] (nixl-cu12) or kvbridge[cuda] (nixl)")
+        raise TransportError(f"no nixl library is installed; {WITH_LIBRARIES}")
     if len(found) == 1:
         return found[0]
     release = 0

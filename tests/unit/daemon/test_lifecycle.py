@@ -109,7 +109,7 @@ def opened(config: TracesConfig, stream: EventStream | None = None) -> Daemon:
 def test_the_extra_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.delitem(sys.modules, "kvbridge.telemetry.tracing", raising=False)
     monkeypatch.setitem(sys.modules, "requests", None)
-    with pytest.raises(ConfigError, match=r"telemetry\.traces\.endpoint is set.*install kvbridge\[traces\]"):
+    with pytest.raises(ConfigError, match=r"telemetry\.traces\.endpoint is set.*'\.\[traces\]'"):
         opened(TracesConfig(endpoint="http://127.0.0.1:4318"))
 
 

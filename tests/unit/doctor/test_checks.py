@@ -46,7 +46,7 @@ CASES = [
     case("devices.present", B, "cuda:1, but this process sees 1 GPUs", "CUDA_VIS", machine__gpus=(GPU,)),
     case("devices.present", B, "can use no GPU", "nvidia-smi", machine__gpus=(), machine__gpu_problem="no library"),
     case(
-        *("devices.present", W, "cannot use it: no library", "kvbridge[cuda]", {"gpus": ()}),
+        *("devices.present", W, "cannot use it: no library", "'.[cuda]'", {"gpus": ()}),
         machine__gpus=(),
         machine__gpu_problem="no library",
     ),
@@ -91,9 +91,9 @@ CASES = [
         software__packages={"mooncake-transfer-engine": "0.3.9"},
     ),
     case("software.mooncake", B, "libibverbs", "apt-get install", software__libraries=()),
-    case("software.mooncake", B, "not installed", "kvbridge[cpu]", software__packages={}),
+    case("software.mooncake", B, "not installed", "'.[cpu]'", software__packages={}),
     case("software.nixl", B, "older than 1.5", "--upgrade", software__packages={"nixl-cu12": "0.10.1"}),
-    case("software.nixl", B, "not installed", "kvbridge[cpu]", software__packages={}),
+    case("software.nixl", B, "not installed", "'.[cpu]'", software__packages={}),
     case("software.environment", B, "MC_TCP_PROTO=1", "unset", software__environment={"MC_TCP_PROTO": "1"}),
     case("software.environment", B, "MC_FORCE_TCP=true", "unset", software__environment={"MC_FORCE_TCP": "true"}),
     case(
