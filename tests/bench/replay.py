@@ -208,12 +208,8 @@ def main() -> int:
     parser.add_argument("--transport", default="mooncake", help="the only one that both sides may use")
     parser.add_argument("--chunk-tokens", type=int, default=4096, help="written and published at a time")
     parser.add_argument("--max-in-flight", type=int, default=4, help="requests asked for or admitted at once")
-    parser.add_argument(
-        "--pool-tokens", type=int, default=0, help="that fit a node's pools; 0: twice what can be in flight"
-    )
-    parser.add_argument(
-        "--host-tokens", type=int, default=0, help="of prefixes in host memory below each node's device pools"
-    )
+    parser.add_argument("--pool-tokens", type=int, default=0, help="that fit a pool; 0: twice what can be in flight")
+    parser.add_argument("--host-tokens", type=int, default=0, help="of prefixes in host memory below device pools")
     parser.add_argument("--no-prefixes", dest="prefixes", action="store_false", help="send everything")
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where the JSON goes")
     given = parser.parse_args()

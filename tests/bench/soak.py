@@ -257,9 +257,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [text(("process", *next(iter(first["processes"].values()))), rows, title)]
     lines += [f"RED: {finding}" for finding in found["findings"]]
     if not found["findings"]:
-        growth = max(
-            last["processes"][name]["uss_mib"] / figures["uss_mib"] for name, figures in first["processes"].items()
-        )
+        growth = max(last["processes"][name]["uss_mib"] / old["uss_mib"] for name, old in first["processes"].items())
         lines.append(f"FLAT: memory of no process grew by more than {math.ceil((growth - 1) * 1000) / 10:.1f}%")
     return "\n".join(lines)
 

@@ -323,9 +323,7 @@ class Pair:
 
     def blocks(self, size_bytes: int, count: int, first: int = 0) -> Operations:
         """`count` operations of equal size, each to the same offset that it comes from."""
-        return self.operations(
-            [(index * size_bytes, index * size_bytes, size_bytes) for index in range(first, first + count)]
-        )
+        return self.operations([(at * size_bytes, at * size_bytes, size_bytes) for at in range(first, first + count)])
 
     def move(self, operations: Operations, deadline_s: float = 10.0) -> TransferStatus:
         """Submit and wait. An error raised by `submit` itself is a failure that never started, hence quiet."""

@@ -151,9 +151,7 @@ class Node(Looped):
     def until_written(self) -> None:
         client = self.stored.client
         stored = self.stored
-        self.until(
-            "everything is written", lambda: not (stored.waiting or stored.to_forget or client.unsettled) and self.idle
-        )
+        self.until("all is written", lambda: not (stored.waiting or stored.to_forget or client.unsettled) and self.idle)
 
     @property
     def idle(self) -> bool:

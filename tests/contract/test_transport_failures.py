@@ -92,9 +92,7 @@ def test_frozen_peer_receives_nothing_written_after_the_report(backend: Backend,
                 assert (process.buffer.read() == OLD).all()
             else:
                 assert len(status.error) > 20, status
-                assert status.in_transit is not backend.outlives_peer, (
-                    "what the peer's kernel holds arrives when it runs"
-                )
+                assert status.in_transit is not backend.outlives_peer, "what the peer's kernel holds arrives later"
             if backend.label == "mooncake":  # otherwise one of the two branches above would never be tested
                 patient = patience == "patient"
                 assert status.state is (TransferState.FAILED_QUIET if patient else TransferState.FAILED_NOT_QUIET)

@@ -35,9 +35,7 @@ def built(folder: Path) -> list[dict[str, Any]]:
     """Return the manifests that a kustomization renders."""
     command = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     if shutil.which(command[0]) is None:
-        pytest.skip(
-            "neither kustomize nor a kubectl that carries one is here, and no package of Debian's has one of version 5"
-        )
+        pytest.skip("neither kustomize nor a kubectl that carries one is here, and Debian packages no version 5")
     done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, done.stderr

@@ -34,8 +34,6 @@ def documented(package: str) -> list[str]:
         each = getattr(module, name)
         found.append(f"{package}.{name}")
         if inspect.isclass(each):
-            members = (
-                key for key, value in vars(each).items() if inspect.isfunction(value) and not key.startswith("_")
-            )
+            members = (key for key, what in vars(each).items() if inspect.isfunction(what) and not key.startswith("_"))
             found += [f"{package}.{name}.{member}" for member in members]
     return found

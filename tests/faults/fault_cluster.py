@@ -225,9 +225,7 @@ class FaultCluster:
 
     def taken(self, rooms: Iterable[int]) -> None:
         for room in rooms:
-            eventually(
-                "the offer taken", lambda room=room: self.state(self.prefill, room) in {"offered", "transferring"}
-            )
+            eventually("the offer", lambda room=room: self.state(self.prefill, room) in {"offered", "transferring"})
 
     def cross(self, room: int = 0) -> int:
         room = room or self.pair()

@@ -100,9 +100,7 @@ def test_a_prefill_worker_frozen_in_mid_transfer(
         stage.resume(writer)
         eventually("quiet", lambda: stage.state(stage.prefill, room) in {"aborted", "failed"})
         time.sleep(AWAKE_S)
-        print(
-            f"{transport}, {ending}: {before} rows had come when the writer woke, {stage.rows_landed(room)} in the end"
-        )
+        print(f"{transport}, {ending}: {before} rows had come when it woke, {stage.rows_landed(room)} in the end")
         stage.check_filled()
         if "engine" not in ending:
             stage.sender.call("abort", room)
@@ -165,9 +163,7 @@ def late_delivery(stage: LateWriterCluster) -> int:
     time.sleep(AWAKE_S)
     landed = stage.rows_landed(room)
     stage.check_filled()
-    assert filled * FILL_TOKENS >= LATE_TOKENS, (
-        "the late room's pages were not used again: this test has looked at nothing"
-    )
+    assert filled * FILL_TOKENS >= LATE_TOKENS, "the late room's pages were not used again: nothing was tried"
     return landed
 
 

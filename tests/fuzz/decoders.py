@@ -226,9 +226,7 @@ def _use(body: object) -> None:
 def _endpoint(name: str, content: type, seed: dict[str, object]) -> Decoder:
     def decode(data: bytes) -> object:
         found = read_endpoint(Endpoint(transport=name, data=data), name, content)
-        pairs = [
-            extent if isinstance(extent, tuple) else (extent.address, extent.length_bytes) for extent in found.extents
-        ]
+        pairs = [one if isinstance(one, tuple) else (one.address, one.length_bytes) for one in found.extents]
         return Extents("peer", pairs)
 
     return Decoder(

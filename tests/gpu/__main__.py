@@ -72,9 +72,7 @@ def main() -> int:
     devices = named.split(",") if named else map(str, range(runtime.device_count()))
     run = Run(given.output.resolve(), given.chosen, given.at_once, tuple(devices))
     bad = asyncio.run(run_all(steps, run))
-    print(
-        f"\n{len(bad)} of {len(steps)} steps failed: {', '.join(bad)}" if bad else f"\nall {len(steps)} steps are good"
-    )
+    print(f"\n{len(bad)} of {len(steps)} failed: {', '.join(bad)}" if bad else f"\nall {len(steps)} steps are good")
     return 1 if bad else 0
 
 

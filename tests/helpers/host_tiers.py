@@ -54,9 +54,7 @@ def quiet(daemon: DaemonProcess) -> dict[str, Any] | None:
 def on_host(*daemons: DaemonProcess) -> None:
     """Wait until all that devices keep is on the host as well."""
     for daemon in daemons:
-        eventually(
-            f"{daemon.name} has backed up", lambda daemon=daemon: (now := quiet(daemon)) and not now["device_pages"]
-        )
+        eventually(f"{daemon.name}'s backup", lambda daemon=daemon: (now := quiet(daemon)) and not now["device_pages"])
 
 
 def let_go(live: LiveCluster) -> None:

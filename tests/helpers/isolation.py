@@ -210,9 +210,7 @@ def _containers() -> list[tuple[str, Sized]]:
         _known.ours = [vars(module) for name, module in list(sys.modules.items()) if _is_watched(name)]
     if _known.names != (names := sum(map(len, _known.ours))):
         _known.names = names
-        _known.containers = [
-            (f"size of {full}", held) for values in _known.ours for full, held in _find_containers(values)
-        ]
+        _known.containers = [(f"size of {full}", held) for each in _known.ours for full, held in _find_containers(each)]
     return _known.containers
 
 

@@ -98,8 +98,6 @@ def _check_retentions(retentions: Retentions) -> None:
     numbers, counts = np.unique(retentions._number[retentions._priority > 0], return_counts=True)
     found = {retentions._names[number]: count for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)}
     assert found == {name: count for name, count in retentions.by_namespace.items() if count}
-    assert not (retentions._until_s[1:] > retentions._until_s[:-1]).any(), (
-        "a higher priority lasts longer than a lower one"
-    )
+    assert not (retentions._until_s[1:] > retentions._until_s[:-1]).any(), "a higher priority lasts longer"
     assert all(count <= retentions.limit for count in found.values()), "a namespace has more than its share"
     assert len(retentions) <= retentions.together, "all namespaces have more than they may"

@@ -133,6 +133,4 @@ class EnginePool:
         for key, page in self._known.items():
             for rank in RANKS:
                 held = self.memory.get((rank, page))
-                assert held == key, (
-                    f"page {page} of the engine is known as {key!r}, and rank {rank} of it holds {held!r}"
-                )
+                assert held == key, f"page {page} is known as {key!r}, and rank {rank} of it holds {held!r}"

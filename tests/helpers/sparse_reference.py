@@ -26,9 +26,7 @@ class SelectedAttention:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._attentions = [
-            module for module in model.modules() if hasattr(getattr(module, "compressor", None), "indexer")
-        ]
+        self._attentions = [part for part in model.modules() if hasattr(getattr(part, "compressor", None), "indexer")]
         self.steps = 0
         """How many sums were taken over the selected entries."""
 
@@ -63,9 +61,7 @@ def _attend(module, query, key, value, attention_mask, scaling, **more):
         attended = (attention_mask[0, 0, 0] == 0).nonzero()[:, 0]
         window = len(attended) - len(selected)
         places = torch.cat([torch.arange(window, device=key.device), window + selected])
-        assert torch.equal(attended, places.sort().values), (
-            "the model attends to others than its window and the selection"
-        )
+        assert torch.equal(attended, places.sort().values), "the model attends to others than that"
         key, value, attention_mask = key[:, :, places], value[:, :, places], attention_mask[..., places]
         module.counting.steps += 1
     return eager_attention_forward(module, query, key, value, attention_mask, scaling, **more)

@@ -271,9 +271,7 @@ def check_tables(cache: SparseCache) -> None:
         for layer in range(len(slot_of_row)):
             rows = np.flatnonzero(slot_of_row[layer, slot] >= 0)
             held = row_of_slot[layer, slot]
-            assert np.array_equal(held[slot_of_row[layer, slot][rows]], rows), (
-                "rows that are resident are in their slots"
-            )
+            assert np.array_equal(held[slot_of_row[layer, slot][rows]], rows), "resident rows are in their slots"
             assert len(rows) == np.count_nonzero(held >= 0), "slots hold resident rows only"
             assert (rows < cache.requests.ring_start(request)).all(), "rows in the ring are in no hot slot"
             planes = ages[layer, slot][:, None, :] >> np.arange(32, dtype=np.uint32)[None, :, None] & np.uint32(1)

@@ -23,9 +23,7 @@ class SeenFromTheHost(MappedRegions):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.kinds = {region.memory for region in self.regions}
-        self.regions = tuple(
-            region.model_copy(update={"memory": MemoryKind.DRAM, "device": 0}) for region in self.regions
-        )
+        self.regions = tuple(one.model_copy(update={"memory": MemoryKind.DRAM, "device": 0}) for one in self.regions)
 
 
 def prepare(replace: Callable[[object, str, object], object] = setattr) -> cuda_stand_in.Runtime:

@@ -170,9 +170,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--package", action="append", default=[], help="edits of these packages only")
     parser.add_argument("--again", type=Path, help="a list of a former run")
-    parser.add_argument(
-        "--coverage", type=Path, default=OUTPUT / "coverage.json", help="measured anew when it is not there"
-    )
+    parser.add_argument("--coverage", type=Path, default=OUTPUT / "coverage.json", help="measured when it is not there")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, default=OUTPUT / "edits.json")
     given = parser.parse_args()

@@ -43,11 +43,7 @@ def measure(output: Path, suites: tuple[str, ...] = SUITES) -> int:
     data = measured.get_data()
     found: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
-        lines = {
-            line: tests
-            for line, contexts in data.contexts_by_lineno(file).items()
-            if (tests := [*filter(None, contexts)])
-        }
+        lines = {at: tests for at, names in data.contexts_by_lineno(file).items() if (tests := [*filter(None, names)])}
         found[str(Path(file).relative_to(ROOT))] = lines
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(found))

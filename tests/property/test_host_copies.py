@@ -186,9 +186,7 @@ class CopyMachine(RuleBasedStateMachine):
         return sum(space in entry.pages for entry in path)
 
     def readers(self):
-        return [room.reads for room in self.rooms.values()] + [
-            copy.reads for copy in self.copies.values() if copy.reads
-        ]
+        return [one.reads for one in (*self.rooms.values(), *self.copies.values()) if one.reads]
 
     def pinned(self, readers, space):
         """Pages of a space that somebody reads."""

@@ -24,9 +24,7 @@ def test_every_name_is_there(package: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_use_public_names_only(example: Path) -> None:
-    imports = [
-        node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
+    imports = [one for one in ast.walk(ast.parse(example.read_text())) if isinstance(one, ast.Import | ast.ImportFrom)]
     ours = [node for node in imports if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvbridge")]
     assert ours
     assert "kvbridge" not in {name.name.split(".")[0] for node in imports for name in node.names}

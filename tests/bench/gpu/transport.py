@@ -68,9 +68,7 @@ def host_target() -> Iterator[tuple[Told, SharedMapping]]:
         origin = FileOrigin(path=str(mapping.path))
         transport = create_transport("local", TransportSettings())
         try:
-            transport.register(
-                [Extent(address=mapping.address, length_bytes=LENGTH_BYTES, origin=origin, label="pool")]
-            )
+            transport.register([Extent(address=mapping.address, length_bytes=LENGTH_BYTES, origin=origin, label="p")])
             yield Told(transport.endpoint(), mapping.address), mapping
         finally:
             transport.close()

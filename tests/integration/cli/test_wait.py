@@ -44,10 +44,7 @@ def wait(*arguments: str):
     return CliRunner().invoke(app, ["wait", *arguments])
 
 
-READY, NOT_READY = (
-    Readiness(ready=True),
-    Readiness(ready=False, reasons=("rank worker pp0.tp0 is starting", "no pages")),
-)
+READY, NOT_READY = (Readiness(ready=True), Readiness(ready=False, reasons=("rank worker pp0.tp0 starts", "no pages")))
 ALONE = Readiness(ready=False, reasons=("no decode instance is ready",))
 
 

@@ -115,9 +115,7 @@ def test_rooms_with_one_prefix_have_the_same_bytes_there_and_others_everywhere_e
     other_start = wrong(
         pools, room=1, tokens=tokens, keys=keys_of((1, 1), (2, 1), (1, 2 * PAGE - 2), (2, tokens - 2 * PAGE))
     )
-    assert {each for each in other_start if each[0] in GROWING} == {
-        (kind, page) for kind in GROWING for page in range(4)
-    }
+    assert {one for one in other_start if one[0] in GROWING} == {(kind, page) for kind in GROWING for page in range(4)}
 
 
 @pytest.mark.parametrize("tokens", [100, 2 * PAGE, 2 * PAGE + 1])

@@ -107,9 +107,7 @@ def test_a_backup_follows_the_step_that_completed_its_page_and_is_waited_for_two
         backup = [entry for entry in log if entry[0] == "backup"]
         if tokens % 256 == 0:
             assert [entry[1] for entry in backup] == ["follows compute", "launches", "marks"]
-            assert max(index for index, entry in enumerate(log) if entry[:2] == ("compute", "launches")) < log.index(
-                backup[0]
-            )
+            assert max(at for at, one in enumerate(log) if one[:2] == ("compute", "launches")) < log.index(backup[0])
             marked[tokens // 256 - 1] = backup[-1][2]
         else:
             assert not backup

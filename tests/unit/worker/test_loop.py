@@ -158,10 +158,7 @@ def test_closing_a_room_that_never_opened_waits_for_its_orders_all_the_same():
     bench = Bench()
     section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
     bench.say(Send(room=5, generation=1, order=1, section=section), CloseRoom(room=5, generation=1))
-    assert [type(message) for message in bench.link.said if not isinstance(message, WorkerProgress)] == [
-        Sent,
-        RoomClosed,
-    ]
+    assert [type(one) for one in bench.link.said if not isinstance(one, WorkerProgress)] == [Sent, RoomClosed]
 
 
 # ------------------------------------------------------------------------------------------- peers

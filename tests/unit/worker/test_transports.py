@@ -113,9 +113,7 @@ def test_rooms_go_on_while_the_successor_of_a_transport_that_was_not_quiet_is_bu
     elsewhere.go_on()
     bench.say(steps=2)
     assert elsewhere.names == ["close one"]
-    assert [message.quiet for message in bench.link.take(RoomClosed)] == [False], (
-        "its end is the proof, not its retirement"
-    )
+    assert [one.quiet for one in bench.link.take(RoomClosed)] == [False], "its end is the proof"
     elsewhere.go_on()
     bench.worker.step()
     assert old.closed

@@ -36,9 +36,7 @@ def with_region(manifest, index, **changes):
 
 
 def index_of(manifest, kind, layer):
-    return next(
-        index for index, region in enumerate(manifest.regions) if region.component is kind and region.layer == layer
-    )
+    return next(at for at, region in enumerate(manifest.regions) if region.component is kind and region.layer == layer)
 
 
 @pytest.mark.parametrize("name", PRESETS)

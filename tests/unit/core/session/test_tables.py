@@ -158,9 +158,7 @@ def test_what_decode_holds_waits_for_what_follows():
     whole.publish(99)
     assert whole.next_sections(100) == []
     whole.publish(100)
-    assert whole.next_sections(100) == [section(0, 100, prefix=100)], (
-        "windows and states are sent whatever decode holds"
-    )
+    assert whole.next_sections(100) == [section(0, 100, prefix=100)], "windows and states are always sent"
 
 
 def test_layers_that_are_equally_far_go_together():
