@@ -85,7 +85,6 @@ def pair(shared_pair: Pair) -> Pair:
 
 @pytest.fixture
 def transport(backend: Backend) -> Iterator[Transport]:
-    """A transport of the test's own."""
     created = backend.create()
     yield created
     created.close()

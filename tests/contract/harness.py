@@ -48,8 +48,6 @@ NIXL = NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=3.0, 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to run the suite."""
-
     label: str
     name: str
     settings: TransportSettings
@@ -76,7 +74,6 @@ class Backend:
         return SharedBuffer(path, length_bytes)
 
     def create(self) -> Transport:
-        """A new transport of this backend in this process."""
         return self._create(self.settings)
 
     def impatient(self) -> Transport:
@@ -315,7 +312,6 @@ class Pair:
         self.process.buffer.fill(0)
 
     def operations(self, copies: list[tuple[int, int, int]]) -> Operations:
-        """Operations from (source offset, destination offset, bytes)."""
         source, destination, length = np.array(copies, dtype=np.uint64).reshape(-1, 3).T.copy()
         return Operations(
             source + np.uint64(self.source.address), destination + np.uint64(self.process.address), length

@@ -29,7 +29,6 @@ LIMITS = StoreLimits(start_s=READY_S, settle_s=1.0, remember_s=0.0)
 
 @contextmanager
 def settings_of(kind: str, folder: Path) -> Iterator[tuple[StoreSettings, MooncakeServers | None]]:
-    """A store of its own."""
     if kind == "files":
         yield FileStoreSettings(directory=folder / "store", max_bytes=64 << 20), None
         return
@@ -68,8 +67,6 @@ class Looped:
 
 
 class Client(Looped):
-    """A `StoreClient`."""
-
     def __init__(self, settings: StoreSettings, pages: StoredPages, limits: StoreLimits = LIMITS) -> None:
         super().__init__()
         self.client = StoreClient(settings, pages.shared, limits, log_level="warning")
@@ -118,7 +115,6 @@ class Asked:
     planted: list[object] = field(default_factory=list)
 
     def __call__(self, verb: str, keys: Keys, *pages: int, form: int = 0, timeout_s: float = TIMEOUT_S) -> list[str]:
-        """Ask, and return the outcomes."""
         found = self.ask(
             verb, keys, ids(*pages) if verb in {"put", "get"} else NO_PAGES, form=form, timeout_s=timeout_s
         )
@@ -126,7 +122,6 @@ class Asked:
         return [outcome.value for outcome in found.outcomes]
 
     def clear(self, form: int = 0) -> Answer:
-        """Remove all objects of a form."""
         return self.ask("clear", NO_KEYS, form=form)
 
     def ask(
@@ -147,7 +142,6 @@ class Asked:
         assert answer.outcomes[0] == "stored", answer
 
     def taken(self, name: str, length: int) -> bytes:
-        """Return the bytes under a name."""
         held = ctypes.create_string_buffer(length)
         answer = self.raw.read([stored_object(name, held)], time.monotonic() + TIMEOUT_S)
         assert answer.outcomes[0] == "hit", answer

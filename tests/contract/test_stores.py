@@ -324,7 +324,6 @@ def test_an_owner_of_mooncakes_memory_that_hangs_keeps_no_page(
 
 
 def stored_again(client: Client, pages: StoredPages) -> None:
-    """The store takes and gives pages, at last."""
     ends_s = time.monotonic() + READY_S
     while time.monotonic() < ends_s:
         client.until_ready()

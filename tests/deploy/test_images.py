@@ -147,8 +147,6 @@ class Contained(ChildProcess):
 
     @property
     def url(self) -> str:
-        """Where its HTTP API is."""
-
         def look() -> DaemonEndpoint | None:
             file = self.runtime_dir / "daemon.json"
             return DaemonEndpoint.model_validate_json(file.read_text()) if file.exists() else None

@@ -27,12 +27,10 @@ SCHEMAS = {"bootstrap": BootstrapConfig, "prefill": PrefillConfig, "decode": Dec
 
 @cache
 def rendered(overlay: str) -> list[dict[str, Any]]:
-    """All objects of an overlay."""
     return built(FOLDER / "overlays" / overlay)
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
-    """Return the manifests that a kustomization renders."""
     command = ["kustomize", "build"] if shutil.which("kustomize") else ["kubectl", "kustomize"]
     if shutil.which(command[0]) is None:
         pytest.skip("neither kustomize nor a kubectl that carries one is here, and Debian packages no version 5")
@@ -43,7 +41,6 @@ def built(folder: Path) -> list[dict[str, Any]]:
 
 
 def pod_of(each: dict[str, Any]) -> dict[str, Any] | None:
-    """The pod template of an object that has one."""
     spec = each.get("spec", {})
     return spec.get("template") or spec.get("leaderWorkerTemplate", {}).get("workerTemplate")
 

@@ -102,7 +102,6 @@ def test_the_password_of_redis_is_changed_while_rooms_are_paired():
 
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A new self-signed certificate and its key, as PEM."""
     key, chain = folder / "draft.key", folder / "draft.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(chain)], check=True, capture_output=True, timeout=60)

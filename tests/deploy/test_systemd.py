@@ -29,13 +29,11 @@ def root(tmp_path: Path) -> Path:
 
 
 def analyze(*arguments: str) -> str:
-    """Return the output of systemd-analyze; an error when it fails."""
     done = subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=30, check=False)
     return done.stdout + done.stderr
 
 
 def setting(name: str, unit: str) -> str:
-    """The value of a setting in a unit file."""
     found = re.findall(rf"^{name}=(.*)$", (UNITS / unit).read_text(), re.MULTILINE)
     assert len(found) == 1, (name, unit, found)
     return found[0]

@@ -31,7 +31,6 @@ class Fleet:
     """The engine's `Pair`."""
 
     def __init__(self, setup: Setup, plans: Sequence[Plan]) -> None:
-        """Start all at once. In the main thread."""
         self._setup = setup
         self.servers: dict[str, Any] = {}
         self._expected: dict[tuple[int, ...], Answer] = {}
@@ -48,7 +47,6 @@ class Fleet:
             raise
 
     def add(self, plans: Sequence[Any]) -> None:
-        """Start more servers, all at once. In the main thread."""
         for plan in plans:
             self.servers[plan.name] = self.start(self._setup, plan)
         for plan in plans:
@@ -56,7 +54,6 @@ class Fleet:
             self.starts_s.append(self.servers[plan.name].started_s)
 
     def remove(self, names: Sequence[str]) -> None:
-        """End some servers."""
         for name in names:
             self.servers.pop(name).end()
 
@@ -67,11 +64,9 @@ class Fleet:
         self.add([server.plan])
 
     def pair(self, decode: str) -> Any:
-        """Return the prefill server with one of the decode servers."""
         return self.of(self.servers["prefill"], self.servers[decode])
 
     def expected(self, asked: Sequence[int], max_tokens: int = 16) -> Answer:
-        """Return what the server alone answers."""
         key = (max_tokens, *asked)
         if key not in self._expected:
             answer = self._expected[key] = self.servers["single"].ask(asked, max_tokens)
@@ -100,7 +95,6 @@ class Fleet:
         return differs
 
     def assert_right(self, asked: Sequence[Sequence[int]], got: Sequence[Answer]) -> None:
-        """See that all answers are those of the server alone."""
         pairs = zip(asked, got, strict=True)
         wrong = [f"prompt of {len(one)}: {what}" for one, answer in pairs if (what := self.wrong(one, answer))]
         assert not wrong, "\n".join(wrong)
@@ -114,7 +108,6 @@ class Fleet:
         return found + left
 
     def _ills(self, server: Server) -> list[str]:
-        """Return what a server cannot do any more."""
         return [] if server.is_healthy() else [f"is not healthy; its log ends:\n{server.tail()}"]
 
     def _left(self) -> list[str]:
@@ -127,11 +120,9 @@ class Fleet:
             return [f"cannot be looked at: {error!r}"]
 
     def _left_at(self, server: Server) -> list[str]:
-        """Return what is still in use at a server."""
         return _left_in(server.node_status()) if server.has_node() else []
 
     def end(self) -> None:
-        """End all servers, whatever happens to one of them."""
         problems: list[BaseException] = []
         for server in self.servers.values():
             server.ask_to_end()

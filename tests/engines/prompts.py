@@ -22,8 +22,6 @@ def fresh(tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer, as a client gets it."""
-
     status: int
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()

@@ -123,7 +123,6 @@ class FaultCluster:
         return int(status(daemon)["ranks"][0]["pid"])
 
     def facts(self, daemon: DaemonProcess) -> Facts:
-        """Return the facts that a strike must not change."""
         shown, pid = status(daemon), self.pid(daemon)
         return Facts(pid, shown["incarnation"], shown["ranks"][0]["pid"], psutil.Process(pid).num_fds())
 
@@ -159,7 +158,6 @@ class FaultCluster:
         return Prompt(begin=0, own=self._last_prompt, shared_tokens=self.shared_tokens)
 
     def body(self, tokens: int, prompt: Prompt | None) -> dict[str, Any]:
-        """Return the part of a request that describes a prompt."""
         return {"prompt_tokens": tokens} | (prompt.asked(self.model, tokens) if prompt is not None else {})
 
     def admit_on_prefill(

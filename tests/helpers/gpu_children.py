@@ -44,7 +44,6 @@ class Child:
     pipe: Connection
 
     def hear(self, timeout_s: float = ANSWER_S) -> Any:
-        """Return what it says next, or fail."""
         assert self.pipe.poll(timeout_s), f"{self.process.name} said nothing within {timeout_s} s"
         try:
             return self.pipe.recv()
@@ -52,7 +51,6 @@ class Child:
             raise AssertionError(f"{self.process.name} ended with exit code {self.process.exitcode}") from error
 
     def kill(self) -> None:
-        """End it without a chance to clean up."""
         self.process.kill()
         self.process.join(ANSWER_S)
 
@@ -76,14 +74,12 @@ def child(target: Callable[..., None], *arguments: object) -> Iterator[Child]:
 
 
 def placement(device: int, geometry: ModelGeometry = TINY) -> Placement:
-    """A pool of one rank on a GPU."""
     part = RankPart.of(geometry, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
     part = part.model_copy(update={"memory": MemoryKind.VRAM, "device": device})
     return device_placement(geometry, part, page_counts=COUNTS)
 
 
 def tables(seed: int) -> Tables:
-    """Pages of a request of `TOKENS` tokens, anywhere in the pool."""
     random = np.random.default_rng(seed)
     needed = pages_needed(TINY, tokens=TOKENS, prompt_tokens=TOKENS)
     ids = {space: random.permutation(COUNTS[space])[:count].astype(np.int32) for space, count in needed.items()}
@@ -91,14 +87,12 @@ def tables(seed: int) -> Tables:
 
 
 def write(views: PoolViews, room: int) -> None:
-    """Write every row of a request, and wait for it."""
     whole = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
     synthetic.fill(views, room=room, tables=tables(room), section=whole)
     torch.cuda.synchronize(views.device)
 
 
 def wrong_rows(views: PoolViews, room: int) -> list[str]:
-    """Return the mismatches of a request's rows."""
     return [str(one) for one in synthetic.compare(views, room=room, tables=tables(room), tokens=TOKENS).mismatches]
 
 
@@ -182,7 +176,6 @@ def counter_of(views: PoolViews, page_id: int) -> torch.Tensor:
 
 
 def register(pipe: Connection, path: str, device: int) -> None:
-    """Register a shared file until the test is over."""
     with SharedMapping.open(path) as mapping, HostRegistration([mapping], device=device):
         pipe.send("registered")
         _wait(pipe)

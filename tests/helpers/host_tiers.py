@@ -36,12 +36,10 @@ def host_tiers(
 
 
 def host_tier(daemon: DaemonProcess) -> dict[str, Any]:
-    """Return a node's status of its host tier."""
     return dict(status(daemon)["host_tier"])
 
 
 def copies(daemon: DaemonProcess, direction: str, outcome: str = "done") -> float:
-    """How many orders of copies a node has counted."""
     return metric(daemon, "kvbridge_host_tier_copies_total", direction=direction, outcome=outcome)
 
 

@@ -57,8 +57,6 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Form:
-    """The node's memory and its layout."""
-
     pages: Mapping[IndexSpace, int]
     host: frozenset[ComponentKind] = NO_KINDS
     layout: HostLayout = HostLayout.LAYER_FIRST

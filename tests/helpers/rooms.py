@@ -171,8 +171,6 @@ class RecordedEvents(EventStream):
 
 
 class Recorder:
-    """Writes down what is sent, and to whom."""
-
     def __init__(self) -> None:
         self.messages: list[tuple[object, object]] = []
 

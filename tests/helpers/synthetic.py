@@ -66,8 +66,6 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison of a request's pages with the right bytes."""
-
     checked_bytes: int
     wrong_bytes: int
     mismatches: tuple[Mismatch, ...]

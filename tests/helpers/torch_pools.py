@@ -77,7 +77,6 @@ def copy_request(geometry: ModelGeometry, source: Pools, target: Pools, *, token
 
 
 def part(views: PoolViews, tables: Tables, kind: ComponentKind, layer: int, start: int, stop: int) -> Part:
-    """Rows of one layer of a request."""
     view = views.home(kind, layer, tables=tables)
     return Part(Rank(pp=0, tp=0), kind, layer, slice(start, stop), view, view.table(tables))
 

@@ -195,7 +195,6 @@ def kept_at(kept: npt.NDArray[np.bool_], component: Component, region: Region) -
 
 
 def page_bytes(memory: list[tuple[int, Array]], region: Region, page: int) -> Array:
-    """Return the bytes of a page of a region, to be written in place."""
     extent, within = divmod(page, region.pages_per_extent)
     address = region.extent_addresses[extent] + within * region.page_stride_bytes
     for start, content in memory:

@@ -50,7 +50,6 @@ class Installed:
     folder: Path
 
     def program(self, name: str) -> str:
-        """The path of a command."""
         return str(self.folder / "bin" / name)
 
     @property
@@ -64,7 +63,6 @@ class Installed:
 
 
 def install(wheel: Path, folder: Path) -> Installed:
-    """Install a wheel into a fresh virtual environment."""
     venv.create(folder, with_pip=False, symlinks=True)
     made = Installed(folder)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", made.program("python")]
@@ -142,7 +140,6 @@ def metadata(wheel: Path) -> bytes:
 
 
 def sources() -> set[str]:
-    """Every file of the package."""
     files = (path for path in (ROOT / "kvbridge").rglob("*") if path.is_file())
     return {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
 

@@ -58,7 +58,6 @@ class Pair:
             self.source[:, page] = torch.randint(0, 256, self.source[:, page].shape, dtype=torch.uint8)
 
     def hear(self, engine: PrefillEngine | DecodeEngine, room: int) -> RoomEvent:
-        """The next event of a room."""
         deadline_s = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline_s:
             for event in engine.events(0.2):

@@ -99,7 +99,6 @@ class Endpoint:
         }
 
     def ask(self, case: Case, session: requests.Session) -> None:
-        """Send a request and judge the answer."""
         response = case.call(base_url=self.daemon.url, session=session, timeout=CALL_S)
         self.answers[case.operation.label, response.status_code] += 1
         told = (case.as_curl_command(), response.status_code, response.text)

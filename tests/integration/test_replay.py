@@ -16,7 +16,6 @@ TIMEOUT_S = 90
 
 
 def replay(trace: Path, *arguments: object) -> dict[str, Any]:
-    """Run one over a small model, and return its report."""
     given = ("--trace", trace, "--model", "tiny-v4", "--transport", "local", "--output", trace.parent, *arguments)
     command = [sys.executable, "-m", "tests.bench.replay", *map(str, given)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

@@ -34,8 +34,6 @@ LEFT_OUT = {"demo", "__main__", "doctor", "cli"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one edit."""
-
     edit: Edit
     end: str
     """`died`, `lives` or `no test`."""

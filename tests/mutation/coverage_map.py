@@ -51,7 +51,6 @@ def measure(output: Path, suites: tuple[str, ...] = SUITES) -> int:
 
 
 def read(path: Path) -> LinesToTests:
-    """Read what `measure` wrote."""
     found: LinesToTests = defaultdict(dict)
     for file, lines in json.loads(path.read_text()).items():
         found[file] = {int(line): tests for line, tests in lines.items()}

@@ -57,14 +57,12 @@ class Edit:
 
 
 def edits_of(path: Path) -> list[Edit]:
-    """Return all edits of one file."""
     finder = _Finder(str(path.relative_to(ROOT)))
     finder.visit(ast.parse(path.read_text()))
     return finder.found
 
 
 def all_edits() -> Iterator[Edit]:
-    """Return all edits of the package."""
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
         yield from edits_of(path)
 

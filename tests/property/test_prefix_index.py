@@ -30,8 +30,6 @@ def keys_of(text: str) -> Keys:
 
 @dataclass(eq=False)
 class Page:
-    """One cached page of the model."""
-
     full: int
     used: float
     pins: int = 0

@@ -22,8 +22,6 @@ OFFER_S = 12.0
 
 
 class Fleet(fleet.Fleet):
-    """vLLM's servers."""
-
     start, of = Server, Pair
 
     def add(self, plans: Sequence[Plan]) -> None:

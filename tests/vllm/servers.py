@@ -22,8 +22,6 @@ BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class Plan(servers.Plan):
-    """One server."""
-
     transfer: Mapping[str, Any] | None = None
     """`--kv-transfer-config`."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -63,8 +61,6 @@ def nixl_plan(name: str, role: str, *, policy: str = "recompute", **extra: Any) 
 
 
 class Server(servers.Server):
-    """A running vLLM."""
-
     FORGET = "/reset_prefix_cache"  # in vLLM's development mode
     plan: Plan
 

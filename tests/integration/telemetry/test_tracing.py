@@ -29,8 +29,6 @@ def span(number: int = 0, **more) -> Span:
 
 
 class Bench:
-    """An export to one collector, and its daemon's metrics."""
-
     def __init__(self, url: str, timeout_s: float = 5.0) -> None:
         self.clock = ManualClock(1000.0)
         self.metrics = Metrics(role="decode")

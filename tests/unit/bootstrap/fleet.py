@@ -160,7 +160,6 @@ class RedisFleet(World):
         return self.over(redis_client(self.server.url, timeout_s=timeout_s), timeout_s=timeout_s)
 
     def over(self, client: Redis, *, timeout_s: float = 5.0) -> RedisStore:
-        """Another store over another client."""
         limits = {"expire_after_s": EXPIRE_AFTER_S, "rooms": self.times, "timeout_s": timeout_s}
         self._opened.append(RedisStore(client, namespace=self.namespace, metrics=self, **limits))
         return self._opened[-1]
@@ -257,7 +256,6 @@ class FakeDaemons:
         return report.model_copy(update={"state": RoomState.ABORTED, "reason": reason})
 
     def rooms(self) -> dict[str, list[int]]:
-        """Return the reserved rooms, by daemon."""
         return {url: list(rooms) for url, rooms in self.admitted.items() if rooms}
 
     def generations(self) -> set[tuple[str, int, int]]:

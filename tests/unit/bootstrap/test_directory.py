@@ -132,7 +132,6 @@ async def test_a_charge_lasts_until_the_next_heartbeat(world):
 
 
 async def load_of(directory: Directory) -> Load:
-    """The load of the only node."""
     (instance,) = await directory.instances()
     (record,) = instance.nodes
     return record.view().load

@@ -30,7 +30,6 @@ REQUEST = PairRequest(room=7, prompt_tokens=1000)
 
 
 def replicas(world: RedisFleet, port: FakeDaemons) -> list[PairingService]:
-    """Two bootstraps over one Redis."""
     stores = [world.store, world.replica()]
     return [PairingService(Directory(store, FakeDaemons()), store, port, **LIMITS) for store in stores]
 

@@ -84,7 +84,6 @@ def filled(room: int, tokens: int, keys: Keys):
 
 
 def wrong(pools, *, room: int, tokens: int, keys: Keys, prefix_tokens: int = 0) -> set[tuple[ComponentKind, int]]:
-    """Components and logical pages with wrong bytes."""
     found = compare(pools.views, room=room, tables=pools.tables, tokens=tokens, keys=keys, prefix_tokens=prefix_tokens)
     each = {(one.component, one.row // TINY.component(one.component).rows_per_logical_page) for one in found.mismatches}
     assert bool(each) == bool(found.wrong_bytes)

@@ -144,8 +144,6 @@ BOOTSTRAP_PAGE = BootstrapStatus(
 
 
 class FakeStatus:
-    """The operator's view of a daemon."""
-
     def __init__(self, page: BaseModel = NODE_PAGE) -> None:
         self.ready = Readiness(ready=True)
         self._page = page

@@ -29,8 +29,6 @@ pytestmark = pytest.mark.asyncio
 
 
 class Setup:
-    """A bootstrap with a manual clock and fake daemons."""
-
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.daemons = FakeDaemons()

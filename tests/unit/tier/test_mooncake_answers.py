@@ -18,8 +18,6 @@ OBJECTS = [stored_object(name, ctypes.create_string_buffer(60), ctypes.create_st
 
 
 class FakeLibrary:
-    """Answers what it is told to."""
-
     def __init__(self, codes: list[int] | Exception, size: int = LENGTH) -> None:
         self.codes, self.size = codes, size
 

@@ -17,7 +17,6 @@ NONE_FOUND = '{"cpu:0": [[], []]}'
 
 
 def python(code: str) -> str:
-    """Run code, and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={

@@ -29,7 +29,6 @@ def manifest_of(geometry, host=()):
 
 
 def with_region(manifest, index, **changes):
-    """The manifest with one region changed."""
     regions = list(manifest.regions)
     regions[index] = Region.model_validate(regions[index].model_dump() | changes)
     return RankManifest.model_validate(manifest.model_dump() | {"regions": tuple(regions)})

@@ -193,7 +193,6 @@ DEVICE = frozenset({Space.FULL, Space.SWA, Space.REQUEST})
 
 
 def both(geometry=None, **changes) -> Pairing:
-    """Both sides laid out alike."""
     return pair(*(Instance(geometry or flash(), PAGES, base=base, **changes) for base in (1 << 40, 1 << 50)))
 
 
