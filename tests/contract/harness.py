@@ -156,7 +156,7 @@ class PeerProcess:
 
     def __init__(
         self, backend: Backend, path: Path, length_bytes: int, *, extents: list[tuple[int, int]] | None = None
-    ) -> None:
+    ):
         self._on_device = backend.destination is MemoryKind.VRAM
         self._length_bytes = length_bytes
         self._buffer: Buffer | None = None if self._on_device else SharedBuffer(path, length_bytes)

@@ -95,9 +95,7 @@ class ImitatedMooncake:
         fault = self._fault(SUBMIT)
         return self._post([(source, destination, length)]) if fault is None else int(fault)
 
-    def batch_transfer_async_write(
-        self, _: str, sources: list[int], destinations: list[int], lengths: list[int]
-    ) -> int:
+    def batch_transfer_async_write(self, _, sources, destinations, lengths):
         fault = self._fault(SUBMIT_BATCH)
         posted = self._post(list(zip(sources, destinations, lengths, strict=True)))
         return posted if fault is None else int(fault)  # a part of it is under way all the same
@@ -148,9 +146,7 @@ class ImitatedMooncake:
 class Bed:
     """A transport over the imitation, its clock, and a peer that is itself."""
 
-    def __init__(
-        self, protocol: MooncakeProtocol, faults: dict[tuple[str, int], object], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def __init__(self, protocol, faults, monkeypatch):
         self.network = Network()
         self.clock = ManualClock()
         self.most_under_way = 0
@@ -242,9 +238,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("protocol", "kind", "number", "answer", "expected"), FAULTS)
-def test_a_call_that_fails(
-    beds: type[Bed], protocol: MooncakeProtocol, kind: str, number: int, answer: object, expected: TransferState
-) -> None:
+def test_a_call_that_fails(beds, protocol, kind, number, answer, expected):
     """Quiet means that nothing is under way; otherwise closing the transport ends what is. `number` -1: every call."""
     bed = beds(protocol, {(kind, number): answer})
     transfer = bed.submit()

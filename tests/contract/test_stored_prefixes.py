@@ -458,9 +458,7 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
         node.all_free()
 
 
-def intercept(
-    node: Node, monkeypatch: pytest.MonkeyPatch, wanted: Verb, act: Callable[[int, Callable[[], Operation]], Operation]
-) -> int:
+def intercept(node, monkeypatch, wanted, act):
     """Begin the orders of a kind by `act`, which gets the form and what begins the order; return the process's pid."""
     begin, pid = node.stored.client.begin, node.process.pid
 

@@ -82,9 +82,7 @@ def test_what_is_there_stays_and_can_be_dropped(asked: Asked):
     assert asked.pages.read(HALF + 1) == asked.pages.read(1)
 
 
-def test_all_objects_of_a_form_are_dropped_whoever_put_them_there_and_no_others(
-    asked: Asked, store: dict[str, Asked], pages: StoredPages
-):
+def test_all_objects_of_a_form_are_dropped_whoever_put_them_there_and_no_others(asked, store, pages):
     keys, others = new_keys(HALF), new_keys(3)
     foreign = object_name(ObjectForm(pages.forms[0], "another model"), keys[0])
     asked.plant(foreign, b"theirs")
@@ -300,9 +298,7 @@ def test_mooncakes_master_is_killed_and_comes_back(mooncake: tuple[Client, Moonc
     stored_again(client, pages)
 
 
-def test_an_owner_of_mooncakes_memory_that_hangs_keeps_no_page(
-    mooncake: tuple[Client, MooncakeServers], pages: StoredPages
-):
+def test_an_owner_of_mooncakes_memory_that_hangs_keeps_no_page(mooncake, pages):
     client, servers = mooncake
     pages.fill()
     client.until_ready()

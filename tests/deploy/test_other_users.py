@@ -95,9 +95,7 @@ class Pod:
     prefill: OtherUser
     decode: OtherUser
 
-    def engine(
-        self, role: str, room: int, *, user: int = ENGINE, groups: tuple[int, ...] = (ENGINE, SHARED), **more: Any
-    ) -> Any:
+    def engine(self, role, room, *, user=ENGINE, groups=(ENGINE, SHARED), **more):
         daemon = self.prefill if role == "prefill" else self.decode
         job = {
             "role": role,

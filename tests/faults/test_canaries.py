@@ -80,9 +80,7 @@ ENDINGS: dict[str, Callable[[LateWriterCluster, int], None]] = {
 
 @pytest.mark.parametrize("ending", list(ENDINGS))
 @pytest.mark.parametrize("transport", LIBRARIES)
-def test_a_prefill_worker_frozen_in_mid_transfer(
-    stages: ClusterCache[LateWriterCluster], transport: str, ending: str
-) -> None:
+def test_a_prefill_worker_frozen_in_mid_transfer(stages: ClusterCache[LateWriterCluster], transport: str, ending: str):
     """It has handed over more than the network took: the rest goes out when it wakes, whatever became of the room."""
     with stages.on(transport + (EXPIRING if ending == "expired" else "")) as stage:
         room = stage.begin_late()
@@ -125,9 +123,7 @@ def cancelled(stage: LateWriterCluster, room: int) -> None:
 
 @pytest.mark.parametrize("end", [cancelled, killed])
 @pytest.mark.parametrize("transport", LIBRARIES)
-def test_bytes_that_the_receiver_has_not_read(
-    stages: ClusterCache[LateWriterCluster], transport: str, end: Callable[[LateWriterCluster, int], None]
-) -> None:
+def test_bytes_that_the_receiver_has_not_read(stages, transport, end):
     """The decode worker is frozen with bytes of the room in its sockets: they outlive their writer."""
     with stages.on(transport) as stage:
         room, reader = stage.begin_late(), stage.worker_pid(stage.decode)
@@ -179,9 +175,7 @@ def test_a_late_delivery(inner: str, shares: bool) -> None:
 
 
 @pytest.mark.parametrize("late", WHILE_COPYING)
-def test_a_process_that_is_struck_while_copies_run(
-    stages: ClusterCache[LateWriterCluster], late: Callable[[LateWriterCluster], None]
-) -> None:
+def test_a_process_that_is_struck_while_copies_run(stages, late):
     with stand_in_for_daemons(), stages.on(DEVICES) as stage:
         late(stage)
         stage.everything_given_back()

@@ -45,17 +45,13 @@ def test_strike(stages: ClusterCache[FaultCluster], matrix: list[Row], victim: V
     ),
 )
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
-def test_strike_over_a_library(
-    stages: ClusterCache[FaultCluster], matrix: list[Row], transport: str, victim: Victim, fault: Fault
-) -> None:
+def test_strike_over_a_library(stages, matrix, transport, victim, fault):
     """Connections behave like copies on one host."""
     _strike(stages, matrix, transport, victim, fault)
 
 
 @pytest.mark.parametrize(("victim", "fault"), cases(STRIKES, short=SHORT_SHARING))
-def test_strike_where_rooms_share(
-    stages: ClusterCache[FaultCluster], matrix: list[Row], victim: Victim, fault: Fault
-) -> None:
+def test_strike_where_rooms_share(stages: ClusterCache[FaultCluster], matrix: list[Row], victim: Victim, fault: Fault):
     """Whatever becomes of one room, those that read the same page end right, and so does the next turn."""
     with stages.on("local" + SHARING) as stage:
         for _ in range(2):  # the second leaves a checkpoint where it leaves the first
@@ -72,9 +68,7 @@ def test_strike_where_rooms_share(
 
 
 @pytest.mark.parametrize(("victim", "fault"), cases(ON_GPUS, short=((Victim.DECODE_WORKER, Fault.KILL),)))
-def test_strike_to_an_engine_or_a_worker_with_device_memory(
-    stages: ClusterCache[FaultCluster], matrix: list[Row], victim: Victim, fault: Fault
-) -> None:
+def test_strike_to_an_engine_or_a_worker_with_device_memory(stages, matrix, victim, fault):
     with stand_in_for_daemons():
         _strike(stages, matrix, "local" + DEVICES, victim, fault)
 
@@ -85,9 +79,7 @@ def _kept(victim: Victim, fault: Fault) -> tuple[int, int]:
     return 0 if died and victim is Victim.PREFILL else SHARED_TOKENS, SHARED_TOKENS
 
 
-def _strike(
-    stages: ClusterCache[FaultCluster], matrix: list[Row], transport: str, victim: Victim, fault: Fault
-) -> None:
+def _strike(stages: ClusterCache[FaultCluster], matrix: list[Row], transport: str, victim: Victim, fault: Fault):
     row: Row = {"transport": transport, "victim": victim, "fault": fault}
     matrix.append(row)
     with stages.on(transport) as stage:

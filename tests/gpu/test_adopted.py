@@ -2,9 +2,7 @@
 
 import os
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,9 +38,7 @@ SETTING = Setting(
 )
 
 
-def engine_memory(
-    pages: dict[IndexSpace, int], device: int, exclude: frozenset[ComponentKind]
-) -> tuple[dict[Rank, list[Any]], list[torch.Tensor]]:
+def engine_memory(pages, device, exclude):
     """The regions of one rank, and the tensors that have to be kept."""
     rank = Rank(pp=0, tp=0)
     part = RankPart.of(TINY, rank, pp_size=1, tp_size=1)
@@ -55,9 +51,7 @@ def engine_memory(
     return {rank: regions}, tensors
 
 
-def decode_into_own(
-    pipe: Connection, runtime_dir: str, pages: dict[IndexSpace, int], exclude: frozenset[ComponentKind], device: int
-) -> None:
+def decode_into_own(pipe, runtime_dir, pages, exclude, device):
     """The target of a process: a decode engine with tensors of its own that takes each room it is told through its life."""
     regions, tensors = engine_memory(pages, device, exclude)
     torch.cuda.synchronize(device)

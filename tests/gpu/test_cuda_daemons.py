@@ -74,9 +74,7 @@ CASES = (
 )
 
 
-def test_every_byte_crosses_from_gpu_to_gpu_and_to_the_host_pool(
-    running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
-) -> None:
+def test_every_byte_crosses_from_gpu_to_gpu_and_to_the_host_pool(running, sender, reader, device):
     (views,) = reader.views.values()
     assert (views.device, next(iter(sender.views.values())).device) == (device, device)
     c4 = views.region(ComponentKind.C4_KV, views.layers(ComponentKind.C4_KV)[0], space=HOST)
@@ -101,9 +99,7 @@ def pages_of(engine: Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.alone
-def test_nothing_is_sent_before_the_engines_gpu_has_written_it(
-    running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
-) -> None:
+def test_nothing_is_sent_before_the_engines_gpu_has_written_it(running, sender, reader, device):
     """The GPU sleeps for a second, then writes the pages; publish and finish do not wait for that."""
     tokens = 1023
     stream = torch.cuda.Stream(device)
@@ -139,9 +135,7 @@ def test_nothing_is_sent_before_the_engines_gpu_has_written_it(
 
 
 @pytest.mark.alone
-def test_pages_are_used_again_only_when_the_decode_engines_gpu_is_done_with_them(
-    running: Cluster, sender: PrefillEngine, reader: DecodeEngine, device: int
-) -> None:
+def test_pages_are_used_again_only_when_the_decode_engines_gpu_is_done_with_them(running, sender, reader, device):
     before = free_pages(running.decode)
     claimed = cross(running, sender, reader, Case(700))
     held = free_pages(running.decode)

@@ -1,6 +1,6 @@
 """Late writers of `tests/faults` with pools on GPUs: a process is struck while slices of a transfer wait in its GPU's hands."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -25,9 +25,7 @@ def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
 
 
 @pytest.mark.parametrize("late", WHILE_COPYING)
-def test_a_process_that_is_struck_while_copies_run(
-    stages: ClusterCache[LateWriterCluster], late: Callable[[LateWriterCluster], None]
-) -> None:
+def test_a_process_that_is_struck_while_copies_run(stages, late):
     with stages.on("gpu") as stage:
         late(stage)
         stage.everything_given_back()

@@ -89,9 +89,7 @@ def test_one_submission_to_both_kinds_of_memory_and_of_any_length(device: int, s
         buffer.close()
 
 
-def test_operations_up_to_the_border_of_two_registrations(
-    device: int, shm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_up_to_the_border_of_two_registrations(device: int, shm: Path, monkeypatch: pytest.MonkeyPatch):
     """Host memory is registered by extents: the copy engines refuse what crosses from one registration into the next."""
     monkeypatch.setattr(gpu_memory, "PIECE_BYTES", 4 * MIB)
     pool, source = SharedBuffer(shm / "pool", 8 * MIB), DeviceBuffer(0, 4 * MIB)
@@ -111,9 +109,7 @@ def test_operations_up_to_the_border_of_two_registrations(
     source.close()
 
 
-def write_one_value(
-    pipe: Connection, endpoint: Endpoint, device: int, value: int, targets: list[int], page_bytes: int
-) -> None:
+def write_one_value(pipe: Connection, endpoint: Endpoint, device: int, value: int, targets: list[int], page_bytes: int):
     """The target of a spawned process: write one value to some pages of a peer, whenever it is told to."""
     source = DeviceBuffer(device, page_bytes * len(targets))
     source.fill(value)
@@ -158,9 +154,7 @@ def test_several_processes_write_their_stripes_into_one_pool(device: int, shm: P
 
 
 @pytest.mark.parametrize("destination", [MemoryKind.DRAM, MemoryKind.VRAM])
-def test_a_killed_writer_has_stopped_when_its_endpoint_counts_as_revoked(
-    device: int, shm: Path, destination: MemoryKind
-) -> None:
+def test_a_killed_writer_has_stopped_when_its_endpoint_counts_as_revoked(device, shm, destination):
     """It is killed with copies on their way; whatever is put into the pool after `revoked` stays there."""
     page_bytes, pages = 37_440, 4096
     total = page_bytes * pages
@@ -289,14 +283,7 @@ class LocalTransportPair:
 
 
 @contextlib.contextmanager
-def local_transport_pair(
-    directory: Path,
-    destination: MemoryKind,
-    *,
-    pages: int,
-    page_first: bool = False,
-    settings: LocalSettings | None = None,
-) -> Iterator[LocalTransportPair]:
+def local_transport_pair(directory, destination, *, pages, page_first=False, settings=None):
     """From device 0 to a process's host pool in `directory`, or to its device memory (on the last device).
 
     The host pool is registered with CUDA here before anything is moved. `page_first`: the layers of a page lie together in both

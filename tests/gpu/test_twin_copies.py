@@ -1,7 +1,5 @@
 """Copies between a GPU and twins on the host, against the reference's expectation, with everything around the pages unchanged."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -44,9 +42,7 @@ def test_each_legal_combination_copies_what_twins_keep(device: int, streams: Str
             assert kernel is (backend is CopyBackend.KERNEL), "another backend than the one that was asked for"
 
 
-def test_the_copy_engines_cross_no_border_of_registered_memory(
-    device: int, stream: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_copy_engines_cross_no_border_of_registered_memory(device, stream, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_memory, "PIECE_BYTES", 64 * 1024)
     with (
         TwinPools(TINY, layout=HostLayout.PAGE_FIRST, page_first=True) as pools,

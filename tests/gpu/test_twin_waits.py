@@ -38,9 +38,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("backend", CopyBackend)
-def test_nothing_on_the_host_waits_and_the_arrays_are_free_at_once(
-    device: int, stream: int, streams: Streams, backend: CopyBackend
-):
+def test_nothing_on_the_host_waits_and_the_arrays_are_free_at_once(device, stream, streams, backend):
     """The stream is held: all calls return, and ids are taken from what the arrays held when `copy` was called."""
     with (
         TwinPools(TINY, layout=HostLayout.PAGE_FIRST, page_first=True) as pools,

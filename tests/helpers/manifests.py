@@ -36,14 +36,7 @@ Held = tuple[Component, list[int], tuple[int, int]]
 """A component with its layers and lanes."""
 
 
-def place(
-    held: list[Held],
-    *,
-    space: IndexSpace,
-    page_count: int,
-    into: AddressSpace,
-    layout: Layout,
-) -> list[Region]:
+def place(held: list[Held], *, space: IndexSpace, page_count: int, into: AddressSpace, layout: Layout) -> list[Region]:
     """Lay out components: each layer by itself or (page_first) all of them page by page."""
     parts = [(component, layer, lanes) for component, layers, lanes in held for layer in layers]
     per_extent = min(layout.pages_per_extent or page_count, page_count)

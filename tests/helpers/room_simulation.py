@@ -279,9 +279,7 @@ class World(SimulatedCalls):
             "claimed": [partial(self.claim, engine, room) for engine in decode if not self.adopted],
         }.get(stage, [])
 
-    def bring(
-        self, owner: Owner, tokens: int, stages: Iterable[str] = STAGES, tried: Tried = lambda call: call()
-    ) -> None:
+    def bring(self, owner: Owner, tokens: int, stages: Iterable[str] = STAGES, tried: Tried = lambda call: call()):
         """Lead a room that nobody disturbs through stages; its orders stay in flight until `arrived`."""
         for stage in stages:
             for call in self.calls(stage, owner, tokens):

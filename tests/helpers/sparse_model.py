@@ -50,9 +50,7 @@ class Alone:
 
 
 class SparseModelPair:
-    def __init__(
-        self, encoding: Encoding = Encoding.NATIVE, device: str = "cpu", config: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, encoding: Encoding = Encoding.NATIVE, device: str = "cpu", config: dict[str, Any] | None = None):
         facts = config or load_config()
         self.device = torch.device(device)
         self.model = load_model(facts, device=self.device)

@@ -22,7 +22,7 @@ THIS_CHECKOUT = (sys.executable, "-m", "kvbridge")
 class TriedCluster:
     def __init__(
         self, folder: Path, kvbridge: Sequence[str] = THIS_CHECKOUT, environment: Mapping[str, str] | None = None
-    ) -> None:
+    ):
         self.folder = folder
         self.kvbridge = kvbridge
         self.environment = dict(os.environ if environment is None else environment)

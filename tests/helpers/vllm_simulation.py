@@ -61,9 +61,7 @@ class Link:
 
 
 class Side:
-    def __init__(
-        self, pair: Pair, name: str, *, recompute: bool, rooms: Callable[[], int], caches: bool = True
-    ) -> None:
+    def __init__(self, pair: Pair, name: str, *, recompute: bool, rooms: Callable[[], int], caches: bool = True):
         self.pair = pair
         self.name = name
         self.link = Link(self.note)

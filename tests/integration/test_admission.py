@@ -93,9 +93,7 @@ def waiting(daemon: DaemonProcess) -> int:
 # ------------------------------------------------------------------------------------------- waiting
 
 
-def test_who_waits_is_admitted_in_fair_order_as_rooms_end(
-    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
-) -> None:
+def test_who_waits_is_admitted_in_fair_order_as_rooms_end(live, daemon, threads):
     held = fill(live, daemon, client="greedy")
     asked: list[tuple[str, Future[httpx.Response]]] = []
     for number, client in enumerate(("greedy", "greedy", "modest")):
@@ -120,9 +118,7 @@ def test_who_waits_is_admitted_in_fair_order_as_rooms_end(
     end(daemon, held[3], *(room for _, room in order))
 
 
-def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(
-    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
-) -> None:
+def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(live, daemon, threads):
     held = fill(live, daemon)
     asked = threads.submit(
         http, "POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": 1, "wait_s": 15}
@@ -138,9 +134,7 @@ def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(
 
 
 @pytest.mark.parametrize("daemon", ["prefill"], indirect=True)
-def test_a_daemon_that_shuts_down_keeps_nobody_waiting(
-    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
-) -> None:
+def test_a_daemon_that_shuts_down_keeps_nobody_waiting(live, daemon, threads):
     held = fill(live, daemon)
     asked = threads.submit(post, live, daemon, wait_s=15)
     eventually("it waits", lambda: waiting(daemon) == 1)

@@ -1,6 +1,5 @@
 """Bootstrap as it is shared: two replicas over one Redis, one of them killed, Redis away; real daemons."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.errors import PeerError
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, status
-from tests.helpers.redis_server import RedisServer, redis_server
+from tests.helpers.redis_server import redis_server
 
 TOKENS = 1000
 HEARTBEAT_S = 0.5
@@ -46,9 +45,7 @@ def reasons(bootstrap: DaemonProcess) -> tuple[int, str]:
 
 
 @contextmanager
-def replicated(
-    server: RedisServer, *, expire_after_s: float = 8.0, **settings: Any
-) -> Iterator[tuple[LiveCluster, list[DaemonProcess]]]:
+def replicated(server, *, expire_after_s=8.0, **settings):
     """A cluster whose bootstrap is joined by a second one over the same Redis."""
     directory = {"store": "redis", "redis_url": server.url, "namespace": "test", "expire_after_s": expire_after_s}
     section = {"directory": directory, "timeouts": {"store_s": 1.0, "reserve_s": 3.0, "pair_s": 8.0}}

@@ -6,7 +6,7 @@ daemons in between that must not mix anything up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvbridge.core.errors import InvalidInputError, RoomFailedError
-from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Tables
@@ -170,15 +170,7 @@ class EngineMemory:
     tensors: list[torch.Tensor]
 
     @classmethod
-    def make(
-        cls,
-        geometry: ModelGeometry,
-        ranks: Ranks,
-        pages: Mapping[IndexSpace, int],
-        *,
-        exclude: frozenset[ComponentKind] = frozenset(),
-        in_host: frozenset[ComponentKind] = frozenset(),
-    ) -> EngineMemory:
+    def make(cls, geometry, ranks, pages, *, exclude=frozenset(), in_host=frozenset()):
         made = cls({}, [])
         for rank in ranks.all:
             part = RankPart.of(geometry, rank, pp_size=ranks.pp, tp_size=ranks.tp)

@@ -111,9 +111,7 @@ class OwnGpu:
         self._ring.close()
 
 
-def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_publication(
-    gpu: cuda_stand_in.Runtime,
-) -> None:
+def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_publication(gpu: cuda_stand_in.Runtime):
     with (
         gpus() as running,
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,

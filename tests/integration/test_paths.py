@@ -127,9 +127,7 @@ def stage(order: tuple[str, ...], folder: Path, *cut: str) -> Iterator[Stage]:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-then-".join)
-def test_a_room_goes_on_over_the_next_transport_and_the_lost_one_comes_back(
-    order: tuple[str, str], tmp_path: Path
-) -> None:
+def test_a_room_goes_on_over_the_next_transport_and_the_lost_one_comes_back(order: tuple[str, str], tmp_path: Path):
     first, _ = order
     with stage(order, tmp_path, first) as made:
         room = made.cross_until_lost()

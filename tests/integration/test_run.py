@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests import run
 from tests.helpers.cluster import eventually
@@ -16,9 +15,7 @@ def python(script: str, limit_s: float = 60.0) -> list[str]:
     return run_suite("it", [sys.executable, "-c", script], environment(1, "unit"), limit_s).problems
 
 
-def test_all_suites_run_and_the_summary_says_which_failed(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_suites_run_and_the_summary_says_which_failed(monkeypatch, capfd, tmp_path):
     durations = "import json, os; json.dump({took}, open(os.environ['DURATIONS_OF_TESTS'], 'w')); "
     scripts = {
         "one": durations.format(took={"tests/x.py": 3.0, "tests/w.py": 0.25})

@@ -194,9 +194,7 @@ def test_a_key_speaks_for_its_instance_only(secure: Secure, real: NodeDescriptio
 # ------------------------------------------------------------------------------------------- lists that change
 
 
-def test_a_key_that_is_taken_off_the_list_is_out_at_once_and_the_others_stay(
-    secure: Secure, real: NodeDescription
-) -> None:
+def test_a_key_that_is_taken_off_the_list_is_out_at_once_and_the_others_stay(secure: Secure, real: NodeDescription):
     room = secure.live.pair(TOKENS)
     with secure.peer(secure.bound) as peer, secure.peer(secure.loose) as other:
         for each, name in ((peer, "raw"), (other, "loose")):

@@ -142,9 +142,7 @@ def deaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Confi
         daemon.kill()
 
 
-def test_what_does_not_end_is_killed_and_what_it_leaves_is_removed(
-    deaf: list[ConfiguredDaemon], said: io.StringIO, tmp_path: Path
-) -> None:
+def test_what_does_not_end_is_killed_and_what_it_leaves_is_removed(deaf, said, tmp_path):
     with Interrupts() as interrupts:
         cluster = ForegroundCluster(deaf, Console(file=said, width=200), interrupts)
         interrupts.only_counted()

@@ -9,7 +9,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from tests.helpers.rank_harness import Case, Setting, crossing
-from tests.helpers.rank_pools import DestinationProcess, Form, Ranks
+from tests.helpers.rank_pools import Form, Ranks
 
 SETTING = Setting(
     preset("tiny-v4"),
@@ -38,9 +38,7 @@ def mapped_below(folder: Path) -> set[str]:
     return {line.split(maxsplit=5)[5] for line in lines if str(folder) in line}
 
 
-def test_what_a_worker_has_mapped_of_its_peers_goes_with_it(
-    destination_process: DestinationProcess, tmp_path: Path, no_collector: None
-) -> None:
+def test_what_a_worker_has_mapped_of_its_peers_goes_with_it(destination_process, tmp_path, no_collector):
     """A mapping that stayed would stay page-locked, and its lock would say for ever that somebody may still write."""
     before = mapped_below(tmp_path)
     with crossing(SETTING, destination_process, tmp_path) as link:

@@ -1,6 +1,6 @@
 """Digests of random requests, models, parallelisms and layouts: both sides find the same, and every flipped bit is named."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from crc32c import crc32c
@@ -110,9 +110,7 @@ class Request:
         return differ
 
 
-def regions_of(
-    manifest: RankManifest, *, everywhere: Sequence[RankManifest] = ()
-) -> Iterator[tuple[DigestKey, list[int]]]:
+def regions_of(manifest, *, everywhere=()):
     """The keys of what a rank (or any of several) keeps, with the layers."""
     layers: dict[DigestKey, list[int]] = {}
     for one in everywhere or (manifest,):

@@ -73,9 +73,7 @@ def test_a_true_manifest_is_planned_with(model: str):
     [(1, 2**62, None), (4, 4, 2**62), (2, 2, 2**62), (1, 1, 2**62), (2**40, 2**40, 2**22)],
     ids=["an extent of more pages than there are", "strides that wrap", "strides of half", "one page", "many pages"],
 )
-def test_pages_that_reach_beyond_every_address_end_no_worker(
-    model: str, pages: int, per_extent: int, stride: int | None
-):
+def test_pages_that_reach_beyond_every_address_end_no_worker(model, pages, per_extent, stride):
     """A product of two numbers that are each in bounds may be more than any integer of the plan holds."""
     rank = packed(model)
     for group in rank["groups"]:

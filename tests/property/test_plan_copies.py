@@ -125,9 +125,7 @@ def layout_pairs(draw) -> tuple[Layout, Layout]:
 
 
 @st.composite
-def instances(
-    draw, geometry: ModelGeometry, page_counts: dict[IndexSpace, int], layouts, together, *, host: bool
-) -> Instance:
+def instances(draw, geometry, page_counts, layouts, together, *, host):
     pp_size = draw(st.integers(1, min(4, geometry.layer_count)))
     tp_size = draw(st.sampled_from([1, 2, 4] if pp_size <= 2 else [1, 2]))
     inner = st.integers(1, geometry.layer_count - 1) if pp_size > 1 else st.nothing()

@@ -52,7 +52,7 @@ class SwapInModel:
 
     def __init__(
         self, *, batch: int, hot_rows: int, pool: int, hot: int, where: torch.device | None = None, seed: int = 1
-    ) -> None:
+    ):
         """`pool`: address of the host pool; `hot`: of memory for 8 layers (`hot_bytes`) on the device `where` (cuda:0)."""
         self.batch, self.hot_rows = batch, hot_rows
         self._where = where or torch.device("cuda", 0)

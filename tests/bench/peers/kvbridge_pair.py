@@ -69,9 +69,7 @@ def kvbridge_pair(pages: int, rooms: int, layout: str) -> Iterator[KvbridgePair]
 
 
 class KvbridgePair:
-    def __init__(
-        self, running: Cluster, router: _Router, sender: PrefillEngine, receiver: DecodeEngine, pages: int
-    ) -> None:
+    def __init__(self, running: Cluster, router: _Router, sender: PrefillEngine, receiver: DecodeEngine, pages: int):
         self._daemons = self._prefill_daemon, _ = running.prefill, running.decode
         self._router, self._sender, self._receiver, self._pages = router, sender, receiver, pages
         self._rooms = itertools.count(1)

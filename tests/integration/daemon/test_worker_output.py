@@ -21,9 +21,7 @@ COPY = "import os, sys; os.write({}, sys.stdin.buffer.read())"
 RECORD = {"event": "transport_replaced", "level": "warning", "rank": "pp0.tp1", "transport": "nixl", "timestamp": "t"}
 
 
-async def written(
-    *parts: bytes, code: str = COPY.format(2), to_log: bool = False, seldom: Seldom | None = None
-) -> list[dict[str, object]]:
+async def written(*parts, code: str = COPY.format(2), to_log=False, seldom=None):
     """Return the log lines of a real process that writes to standard error or to its log."""
     with capture_logs() as lines:
         logged = OutputLines(RANK, seldom or Seldom(lambda _event: None))

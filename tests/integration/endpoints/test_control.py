@@ -52,9 +52,7 @@ def offer(room: int, **changed: Any) -> Offer:
 # ------------------------------------------------------------------------------------------- offers
 
 
-def test_an_offer_for_an_unknown_room_is_answered_in_the_end_and_its_replay_counts_once(
-    live: LiveCluster, met: RawDecode
-) -> None:
+def test_an_offer_for_an_unknown_room_is_answered_in_the_end_and_its_replay_counts_once(live, met):
     frame = met.frame(offer(8))
     with refuses(live.prefill, "duplicate", 2):
         for _ in range(3):
@@ -80,9 +78,7 @@ def test_an_offer_of_a_stranger_does_not_take_a_room(live: LiveCluster, raw: Raw
 
 
 @pytest.mark.parametrize(("space", "ids"), [(IndexSpace.FULL, (1, 2, FULL_PAGES)), (IndexSpace.HOST, (1, 9_999, 3))])
-def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(
-    live: LiveCluster, met: RawDecode, space: IndexSpace, ids: tuple[int, ...]
-) -> None:
+def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(live, met, space, ids):
     room = admitted(live)
     met.send(offer(room, tables=tuple((GOOD | {space: table(space, *ids)}).values())))
     live.write(room, TOKENS)
@@ -94,9 +90,7 @@ def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(
     live.sender.abort(room, "told that it failed")
 
 
-def test_a_second_offer_for_a_room_is_the_first_ones_business(
-    live: LiveCluster, met: RawDecode, real: NodeDescription
-) -> None:
+def test_a_second_offer_for_a_room_is_the_first_ones_business(live: LiveCluster, met: RawDecode, real: NodeDescription):
     room = admitted(live)
     met.send(offer(room))
     eventually("the offer taken", lambda: report(live.prefill, room)["state"] == "offered")
@@ -137,9 +131,7 @@ def overlapping(real: NodeDescription) -> dict[str, Any]:
         (lambda _: {"incarnation": "somebody else"}, "invalid_input", "in its own name"),
     ],
 )
-def test_an_introduction_that_cannot_be_true_is_rejected(
-    live: LiveCluster, raw: RawDecode, real: NodeDescription, change: Any, code: str, text: str
-) -> None:
+def test_an_introduction_that_cannot_be_true_is_rejected(live, raw, real, change, code, text):
     raw.send(raw.introduction(real, **change(real)))
     rejected = raw.take(Rejected)
     assert rejected.code == code, rejected
@@ -186,9 +178,7 @@ def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up
 # ------------------------------------------------------------------------------------------- other releases
 
 
-def test_a_decode_node_of_a_later_release_that_lacks_a_feature_is_met(
-    live: LiveCluster, raw: RawDecode, real: NodeDescription
-) -> None:
+def test_a_decode_node_of_a_later_release_that_lacks_a_feature_is_met(live, raw, real):
     raw.codec = LaterCodec.of(PEER)
     raw.send(raw.introduction(real))
     answer = raw.take(Welcome)

@@ -74,13 +74,7 @@ def many_ranks(real: NodeDescription) -> tuple[bytes, ...]:
 
 
 @pytest.mark.parametrize(("ranks", "code"), [(interleaved, "invalid_input"), (many_ranks, "transport_failed")])
-def test_no_introduction_holds_the_daemon_up(
-    live: LiveCluster,
-    raw: RawDecode,
-    real: NodeDescription,
-    ranks: Callable[[NodeDescription], tuple[bytes, ...]],
-    code: str,
-) -> None:
+def test_no_introduction_holds_the_daemon_up(live, raw, real, ranks, code):
     hello = raw.introduction(real, instance="hostile", ranks=ranks(real))
     before_s = processor_s(live.prefill)
     raw.send(hello)

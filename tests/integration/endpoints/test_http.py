@@ -3,7 +3,6 @@
 The routes have their own tests over fakes; here pages are real, and both sides must get theirs back.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,9 +104,7 @@ def committed(live: LiveCluster, room: int) -> None:
 @pytest.mark.parametrize(
     ("cancelled", "stage"), [("prefill", nothing), ("decode", nothing), ("prefill", half), ("decode", whole)]
 )
-def test_a_cancel_on_either_side_ends_both(
-    live: LiveCluster, cancelled: str, stage: Callable[[LiveCluster, int], None]
-) -> None:
+def test_a_cancel_on_either_side_ends_both(live, cancelled, stage):
     assert live.sender
     daemon: DaemonProcess = getattr(live, cancelled)
     room = live.pair(TOKENS)

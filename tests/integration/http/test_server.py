@@ -7,13 +7,12 @@ import json
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvbridge.api.client import DaemonClient
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
@@ -31,9 +30,7 @@ TLS = {"tls_certificate_file": DATA / "tls-certificate.pem", "tls_key_file": DAT
 
 
 @asynccontextmanager
-async def serving(
-    rooms: FakeRooms | None = None, *, shutdown_s: float = 5.0, app: ASGIApp | None = None, **more: Any
-) -> AsyncIterator[HttpServer]:
+async def serving(rooms=None, *, shutdown_s=5.0, app=None, **more):
     """A server on a free port, stopped in the end."""
     app = app or daemon_app(rooms or FakeRooms(), tokens=("t",))
     server = HttpServer(app, HttpConfig(port=0, **more), few_lines(), shutdown_s=shutdown_s)
@@ -90,9 +87,7 @@ SHORT = {"max_request_s": 0.5, "max_connections": 3}
 HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\n"
 
 
-async def connected(
-    server: HttpServer, trusted: ssl.SSLContext | None = None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connected(server, trusted=None):
     return await asyncio.open_connection("127.0.0.1", port_of(server), ssl=trusted)
 
 

@@ -43,9 +43,7 @@ def open_to_all(path: Path) -> Path:
 
 
 @pytest.mark.outside
-def test_what_is_missing_or_held_now_may_be_there_at_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_or_held_now_may_be_there_at_the_next_start(tmp_path, monkeypatch, capsys):
     """A service manager starts such a daemon again; after a wrong configuration it does not."""
     missing, empty, short = tmp_path / "missing", tmp_path / "empty", tmp_path / "short.key"
     empty.touch()

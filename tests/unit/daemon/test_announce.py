@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -59,9 +59,7 @@ class FakeDirectory:
                 await self._changed.wait()
 
 
-def announcer(
-    *replicas: FakeDirectory, interval_s: float = 60.0, load: Callable[[], Load] = Load, pause_s: float = 0.001
-) -> Announcer:
+def announcer(*replicas, interval_s=60.0, load=Load, pause_s=0.001):
     entry = lambda: fleet_node("i", Role.PREFILL, load=load())  # noqa: E731
     return Announcer(replicas, registration=entry, load=load, interval_s=interval_s, pause_s=pause_s)
 

@@ -64,9 +64,7 @@ def test_a_node_says_where_it_stands_with_the_directory(prefill: NodeDaemon) -> 
 
 
 @pytest.mark.parametrize("readers", [0, 1])
-def test_a_pool_full_of_cached_pages_is_shown_as_full_as_far_as_somebody_reads_them(
-    prefill: NodeDaemon, readers: int
-) -> None:
+def test_a_pool_full_of_cached_pages_is_shown_as_full_as_far_as_somebody_reads_them(prefill: NodeDaemon, readers: int):
     full, book, empty = IndexSpace.FULL, prefill.parts.book, prefill.overview.load()
     cache, keys = PrefixCache(book, PrefixIndex((full,), 8)), Keys(bytes(range(128)))
     got = cache.admit(Owner(1, 1), keys, lambda _: {full: 8})

@@ -125,9 +125,7 @@ def found_by(check: str, host: Host, needs: Needs) -> list[Finding]:
 
 
 @pytest.mark.parametrize(("check", "level", "says", "cure", "needs", "host"), CASES)
-def test_a_broken_host_is_called_broken(
-    check: str, level: Level, says: str, cure: str, needs: dict[str, Any], host: dict[str, Any]
-) -> None:
+def test_a_broken_host_is_called_broken(check, level, says, cure, needs, host):
     found = found_by(check, changed(HEALTHY, **host), changed(NEEDS, **needs))
     (bad,) = [finding for finding in found if finding.level in {B, W}]
     assert bad.level is level

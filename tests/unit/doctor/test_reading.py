@@ -207,9 +207,7 @@ def test_two_gpus(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (-11, "", "", "SIGSEGV"),
     ],
 )
-def test_memory_that_nobody_else_can_open(
-    returncode: int, stdout: str, stderr: str, problem: str, two_gpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_nobody_else_can_open(returncode, stdout, stderr, problem, two_gpus, monkeypatch):
     opener(monkeypatch, returncode, stdout, stderr)
     assert problem in str(read_machine([], used=(0,), root=two_gpus).ipc_problem)
 

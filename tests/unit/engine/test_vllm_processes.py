@@ -166,9 +166,7 @@ class LostOnce:
         """Nothing is open."""
 
 
-def test_a_loss_between_two_looks_is_seen_by_the_next_look_though_the_node_is_attached_to_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_loss_between_two_looks_is_seen_by_the_next_look_though_the_node_is_attached_to_again(monkeypatch):
     """Events of the rooms may have come in between: the user must give its rooms up, as when the node has ended."""
     made = [LostOnce(), LostOnce()]
     monkeypatch.setitem(attachment.ENGINES, Role.DECODE, SimpleNamespace(adopt=lambda *_, **__: made.pop(0)))

@@ -14,14 +14,7 @@ def _reference(world: SwapInSimulation) -> ReferenceSwapIn:
     return ReferenceSwapIn(world.shape, world.state(), world.layer_memory())
 
 
-def _ask(
-    swap: ReferenceSwapIn,
-    world: SwapInSimulation,
-    layer: int,
-    requests: list[int],
-    rows: list[int],
-    selected: np.ndarray,
-) -> np.ndarray:
+def _ask(swap, world, layer, requests, rows, selected):
     slots, counts = torch.tensor(requests, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
     top_k = torch.from_numpy(np.ascontiguousarray(selected, dtype=np.int32))
     out = torch.full(selected.shape, -7, dtype=torch.int32)

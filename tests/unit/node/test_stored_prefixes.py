@@ -155,9 +155,7 @@ async def test_a_page_that_hangs_elsewhere_fails_no_request_and_takes_no_page(en
 
 @pytest.mark.parametrize("error", [InvalidInputError("no"), RuntimeError("a defect")])
 @pytest.mark.parametrize("place", ["insert", "get"])
-async def test_whatever_is_raised_on_the_way_the_pages_go_back_and_the_request_goes_on(
-    place: str, error: Exception, monkeypatch: pytest.MonkeyPatch
-):
+async def test_whatever_is_raised_on_the_way_the_pages_go_back_and_the_request_goes_on(place, error, monkeypatch):
     bench = Bench(twins=64)
     keys = keys_of("a", 60)
     bench.store.put(keys)

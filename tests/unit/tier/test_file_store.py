@@ -123,9 +123,7 @@ def test_a_count_that_others_have_made_wrong_is_put_right_and_costs_nobody_his_p
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_disk_that_fails_in_the_middle_leaves_nothing(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-):
+def test_a_disk_that_fails_in_the_middle_leaves_nothing(make, tmp_path, monkeypatch, code):
     store = make(8)
     put(store, 1)
 
@@ -147,9 +145,7 @@ def get_outcome(store: FileStore, number: int) -> str:
     return store.read([Held(number).object], soon()).outcomes[0].value
 
 
-def test_the_same_object_from_two_processes_at_once_is_there_once(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_same_object_from_two_processes_at_once_is_there_once(make, tmp_path, monkeypatch):
     one, other = make(8), make(8)
     move = files._move
 

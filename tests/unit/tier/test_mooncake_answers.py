@@ -92,9 +92,7 @@ def test_rdma_without_an_adapter_is_refused_instead_of_becoming_tcp(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("took_s", "settled"), [(49.0, True), (61.0, False)])
-def test_a_call_that_may_have_given_up_on_a_transfer_settles_nothing(
-    monkeypatch: pytest.MonkeyPatch, took_s: float, settled: bool
-):
+def test_a_call_that_may_have_given_up_on_a_transfer_settles_nothing(monkeypatch, took_s, settled):
     times: Callable[[], float] = iter([0.0, took_s]).__next__
     monkeypatch.setattr(mooncake, "monotonic", times)
     assert asked("write", FakeLibrary([-900, -900]))[1] is settled

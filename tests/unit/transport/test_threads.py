@@ -69,9 +69,7 @@ def test_calls_that_do_not_return_are_bounded(clock: ManualClock, monkeypatch) -
     assert ended(others[1]) == 3
 
 
-def test_a_thread_that_does_not_start_fails_its_call_and_gives_the_turn_back(
-    clock: ManualClock, monkeypatch, no_threads
-) -> None:
+def test_a_thread_that_does_not_start_fails_its_call_and_gives_the_turn_back(clock, monkeypatch, no_threads):
     monkeypatch.setattr(threads, "MOST_CALLS", 1)
     monkeypatch.setattr(threads, "_free", threading.BoundedSemaphore(1))
     with pytest.raises(TransportError, match="can't start new thread"):

@@ -51,9 +51,7 @@ def bring(order: WorkerSetup, given: Sequence[Region], stack: ExitStack, *, on_p
     return bring_memory(order, settings, given, stack, on_progress=on_progress)
 
 
-def setup(
-    host: MemoryPool, *, make: bool = False, order: tuple[TransportName, ...] = (TransportName.LOCAL,)
-) -> WorkerSetup:
+def setup(host, *, make=False, order=(TransportName.LOCAL,)):
     return WorkerSetup(
         geometry=TINY,
         rank=RANK,

@@ -64,9 +64,7 @@ def test_a_state_that_is_not_empty_at_a_pages_end_is_named() -> None:
     known=st.integers(0, 20),
     interval=st.sampled_from([0, 100, PAGE, 2 * PAGE, 3 * PAGE, 1000]),
 )
-def test_checkpoints_are_at_page_ends_behind_what_is_computed(
-    prompt: int, computed: int, known: int, interval: int
-) -> None:
+def test_checkpoints_are_at_page_ends_behind_what_is_computed(prompt: int, computed: int, known: int, interval: int):
     start = min(computed * PAGE, most_reusable_tokens(V4, prompt))
     junction = max(start, min(known * PAGE, prompt // PAGE * PAGE))
     found = wanted_checkpoints(V4, prompt, computed_tokens=start, known_tokens=known * PAGE, interval_tokens=interval)
@@ -88,9 +86,7 @@ def test_checkpoints_are_at_page_ends_behind_what_is_computed(
     held=st.integers(0, 6),
     middle=st.integers(0, 6 * PAGE + 255),
 )
-def test_whoever_holds_more_each_row_that_decode_lacks_is_sent_once(
-    pages: int, behind: int, computed: int, held: int, middle: int
-) -> None:
+def test_whoever_holds_more_each_row_that_decode_lacks_is_sent_once(pages, behind, computed, held, middle):
     """`held`: pages of the prompt that decode has; `computed`: where prefill starts; `middle`: one publication on the way."""
     prompt = max(1, pages * PAGE + behind)
     start, prefix = min(computed * PAGE, most_reusable_tokens(V4, prompt)), min(held * PAGE, prompt // PAGE * PAGE)

@@ -105,9 +105,7 @@ def test_to_find_a_device_takes_memory_of_none(stand_in: cuda_stand_in.Runtime) 
     assert stand_in.contexts == set()
 
 
-def test_an_event_of_another_process_is_opened_on_its_own_device_alone(
-    stand_in: cuda_stand_in.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_event_of_another_process_is_opened_on_its_own_device_alone(stand_in, monkeypatch):
     with monkeypatch.context() as other_process:
         other_process.setattr(gpu_memory, "_own_events", {})
         point = gpu_memory.EventRing.on(1).record(0)
@@ -119,9 +117,7 @@ def test_an_event_of_another_process_is_opened_on_its_own_device_alone(
     cuda_stand_in.sweep(os.getpid())
 
 
-def test_a_driver_that_does_not_say_is_an_error_in_words(
-    stand_in: cuda_stand_in.Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_does_not_say_is_an_error_in_words(stand_in, monkeypatch):
     driver = runtime.library("cuda.bindings.driver")
     monkeypatch.setattr(driver, "cuDeviceGet", lambda _: (Code.CUDA_ERROR_INVALID_DEVICE, None))
     with pytest.raises(UnsupportedError, match=r"cuda:7 .* answers CUDA_ERROR_INVALID_DEVICE to cuDeviceGet"):

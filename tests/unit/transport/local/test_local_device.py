@@ -78,9 +78,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     lengths: dict[int, int] = {}
 
     class Registration:
-        def __init__(
-            self, memory: list, *, extents: list, device: int, on_progress: Callable[[int, int], None]
-        ) -> None:
+        def __init__(self, memory: list, *, extents: list, device: int, on_progress: Callable[[int, int], None]):
             if seen.refusal:
                 raise RegistrationError(seen.refusal)
             seen.registered += [each.address for each in memory]
@@ -187,9 +185,7 @@ def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monk
         connect(writer, reader.endpoint())
 
 
-def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(
-    world: World, make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(world, make, tmp_path, monkeypatch):
     """A pool has hundreds of extents: neither a thread for each, nor a line of the log that says that memory is registered."""
     source, target, extents = SharedBuffer(tmp_path / "own", SIZE), DeviceArray(), 8
     source.bytes[:] = 7
@@ -280,9 +276,7 @@ def test_an_endpoint_without_files_is_revoked_like_one_with_files(world: World, 
     writer.disconnect(again)
 
 
-def test_a_lock_file_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(
-    world: World, tmp_path: Path
-) -> None:
+def test_a_lock_file_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(world: World, tmp_path: Path):
     """Later memory can have the address of earlier one, and the earlier proof's folder need not be there any more."""
     world.gpu = False
     target, writer = DeviceArray(), LocalTransport(LocalSettings())

@@ -65,9 +65,7 @@ def writes(agent: ScriptedAgent) -> _Writes:
     return _Writes(agent, peer, Extents("us", known), operations)
 
 
-def test_each_pair_of_memory_kinds_is_a_request_and_rows_name_their_devices(
-    writes: _Writes, agent: ScriptedAgent
-) -> None:
+def test_each_pair_of_memory_kinds_is_a_request_and_rows_name_their_devices(writes: _Writes, agent: ScriptedAgent):
     writes.start(0, 4)
     found = [(local[0], remote[0], local[1][:, 2].tolist(), remote[1][:, 2].tolist()) for local, remote in agent.posted]
     host, device = MemoryKind.DRAM, MemoryKind.VRAM
@@ -133,9 +131,7 @@ def test_endpoint_whose_metadata_names_somebody_else_is_refused(transport: NixlT
     other.close()
 
 
-def test_registration_that_the_library_refuses_leaves_nothing_behind(
-    transport: NixlTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_registration_that_the_library_refuses_leaves_nothing_behind(transport, monkeypatch):
     memory = np.zeros(4096, np.uint8)
     part = Extent(address=int(memory.ctypes.data), length_bytes=4096, label="pool")
 
@@ -175,9 +171,7 @@ def test_a_peer_whose_name_is_no_text_is_named_all_the_same():
         ("", ""),
     ],
 )
-def test_device_transports_are_added_where_there_is_a_gpu(
-    no_infiniband: Path, monkeypatch: pytest.MonkeyPatch, asked: str, wanted: str
-) -> None:
+def test_device_transports_are_added_where_there_is_a_gpu(no_infiniband, monkeypatch, asked, wanted):
     settings = NixlSettings(ucx_tls=asked)
     monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: False)
     assert environment(settings).get("UCX_TLS", "") == asked
@@ -196,9 +190,7 @@ def test_device_transports_are_added_where_there_is_a_gpu(
         ({"nixl_cu12", "nixl_cu13"}, "", "nixl_cu12"),
     ],
 )
-def test_the_build_that_the_driver_suits_is_loaded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: set[str], driver: str, chosen: str
-) -> None:
+def test_the_build_that_the_driver_suits_is_loaded(monkeypatch, tmp_path, installed, driver, chosen):
     monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: name if name in installed else None)
     monkeypatch.setattr(nixl_agent, "has_accelerator", lambda: bool(driver))
     monkeypatch.setattr(nixl_agent, "DRIVER_VERSION", tmp_path / "version")
