@@ -23,9 +23,7 @@ from sglang.srt.disaggregation.base.conn import (
     BaseKVReceiver,
     BaseKVSender,
     KVArgs,
-    KVTransferDestination,
     KVTransferMetric,
-    StateType,
 )
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
@@ -49,8 +47,8 @@ from kvbridge.telemetry.logs import leave_standard_output
 
 log = structlog.get_logger(__name__)
 
-SPACES = {StateType.SWA: IndexSpace.SWA, StateType.DSV4_REQUEST_STATE: IndexSpace.REQUEST}
-"""The index space of each kind of state pages."""
+SPACES = {"swa": IndexSpace.SWA, "c128_state": IndexSpace.REQUEST}
+"""The index space of each kind of state pages, by the values of SGLang's `StateType`, whose names differ between releases."""
 
 
 RoomT = TypeVar("RoomT", SentRoom, FetchedRoom)
@@ -96,7 +94,7 @@ class KvbridgeManager(BaseKVManager):
             ranks,
             name=str(instance.facts["model"]),
             tp_size=instance.tp_size,
-            facts={**instance.facts, "kv_cache_dtype": args.kv_cache_dtype_str, "kv_layout": args.kv_layout or "none"},
+            facts={**instance.facts, "kv_cache_dtype": args.kv_cache_dtype_str, "kv_layout": getattr(args, "kv_layout", None) or "none"},
         )
         place = instance.place
         with ExitStack() as stack:
@@ -235,8 +233,11 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
         bootstrap_addr: str,
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
+        **_: object,  # SGLang 0.5.17 names ranks, too
     ) -> None:
         self.kv_mgr = mgr
+        self._early_send_wait_event: Any = None
+        """Set by SGLang's overlap schedule for the next pages that are sent: a CUDA event after which they are final."""
         self._room: SentRoom = mgr.room(SentRoom, bootstrap_room)
         self._aux_index = 0
         if not self._room.is_over:
@@ -261,7 +262,9 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
         is_last = room.published + tokens >= room.prompt.tokens
         if is_last:
             tables |= _state_tables(self.kv_mgr, state_indices, room.prompt.tokens)
-        room.publish(tokens, tables, self.kv_mgr.metadata.read(self._aux_index) if is_last else None)
+        final, self._early_send_wait_event = self._early_send_wait_event, None
+        metadata = self.kv_mgr.metadata.read(self._aux_index) if is_last else None
+        room.publish(tokens, tables, metadata, is_final=final.query if final else lambda: True)
 
     def abort(self) -> None:
         self.give_up("prefill's request was aborted")
@@ -307,7 +310,7 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         aux_index: int | None = None,
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
-        destination: KVTransferDestination = KVTransferDestination.DEVICE,
+        destination: str = "device",
     ) -> None:
         room, prefix_tokens = self._room, decode_prefix_len or 0
         self._aux_index = aux_index
@@ -340,11 +343,11 @@ class KvbridgeDirectory(BaseKVBootstrapServer):
 def _state_tables(manager: KvbridgeManager, indices: list[Any] | None, tokens: int) -> dict[IndexSpace, PageTable]:
     """Return the pages of windows and states, which SGLang names in the order of its state types."""
     return {
-        SPACES[kind]: last_pages(SPACES[kind], np.asarray(ids, dtype=np.int32), tokens, manager.page_tokens)
-        if SPACES[kind] is IndexSpace.SWA
-        else PageTable(SPACES[kind], np.asarray(ids, dtype=np.int32))
+        space: last_pages(space, np.asarray(ids, dtype=np.int32), tokens, manager.page_tokens)
+        if space is IndexSpace.SWA
+        else PageTable(space, np.asarray(ids, dtype=np.int32))
         for kind, ids in zip(manager.kv_args.state_types, indices or (), strict=False)
-        if kind in SPACES and ids is not None
+        if (space := SPACES.get(kind.value)) and ids is not None
     }
 
 

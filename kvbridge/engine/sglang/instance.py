@@ -66,7 +66,7 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
     """
     _require_supported(arguments, parallel)
     dp_size = parallel.dp_size
-    dp_rank = (parallel.attn_dp_rank if parallel.enable_dp_attention else parallel.dp_rank) or 0
+    dp_rank = (parallel.attn_dp_rank if parallel.enable_dp_attention else getattr(parallel, "dp_rank", 0)) or 0
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(arguments.host, arguments.host)  # noqa: S104 - a wildcard, not a listener
     return Instance(
         role=role,

@@ -24,9 +24,9 @@ BUILDING: ContextVar[Any] = ContextVar("kvbridge_sglang_queue")
 
 def register() -> None:
     """Add the backend to SGLang's choices, and the hooks that give the backend what SGLang does not pass on."""
-    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices  # noqa: PLC0415 - only SGLang calls this
-    from sglang.srt.disaggregation import utils  # noqa: PLC0415
+    from sglang.srt.disaggregation import utils  # noqa: PLC0415 - only SGLang calls this
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: PLC0415
+    from sglang.srt.server_args import add_disagg_transfer_backend_choices  # noqa: PLC0415
 
     ours = add_member(utils.TransferBackend, "KVBRIDGE", BACKEND)
     add_disagg_transfer_backend_choices([BACKEND])

@@ -77,7 +77,7 @@ def read_pools(args: Any, pool: Any, *, window: int, config: Mapping[str, Any]) 
         page_tokens=args.page_size,
         buffers=tuple(_buffers(args, pool)),
         device=f"cuda:{args.gpu_id}" if device.startswith("cuda") else "cpu",
-        window=window if "SWA" in _states(args) else 0,
+        window=window if "swa" in _states(args) else 0,
         config=config if _is_v4(pool) else None,
     )
 
@@ -89,14 +89,14 @@ def _is_v4(pool: Any) -> bool:
 
 
 def _states(args: Any) -> tuple[str, ...]:
-    return tuple(state.name for state in args.state_types)
+    return tuple(state.value for state in args.state_types)
 
 
 def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: PLC0415 - only under SGLang
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: PLC0415
 
-    if args.num_draft_entries:
+    if getattr(args, "num_draft_entries", 0):
         refuse("speculative decoding keeps a second KV cache: leave --speculative-algorithm out")
     kv = list(zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True))
     states = _states(args)
@@ -108,10 +108,14 @@ def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
             yield from _pairs(ComponentKind.MHA_KV, _own_layers(pool), kv)
         case MLATokenToKVPool() if not states:
             yield from _singles(ComponentKind.MLA_KV, _own_layers(pool), kv)
-        case SWAKVPool() if states == ("SWA",) and not pool.is_mla():
+        case SWAKVPool() if states == ("swa",) and isinstance(pool.full_kv_pool, MHATokenToKVPool):
             window = list(zip(args.state_data_ptrs[0], args.state_data_lens[0], args.state_item_lens[0], strict=True))
-            yield from _pairs(ComponentKind.MHA_KV, pool.full_kv_pool.model_layer_ids, kv)
-            yield from _pairs(ComponentKind.SWA_KV, pool.swa_kv_pool.model_layer_ids, window)
+            full, windowed = (
+                [layer for layer, (_, is_window) in pool.layers_mapping.items() if is_window is wanted]
+                for wanted in (False, True)
+            )
+            yield from _pairs(ComponentKind.MHA_KV, full, kv)
+            yield from _pairs(ComponentKind.SWA_KV, windowed, window)
         case _:
             with_states = f" with the states {', '.join(states)}" if states else ""
             refuse(f"SGLang's pool {type(pool).__name__}{with_states} is not served yet")
@@ -119,19 +123,19 @@ def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
 
 def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
     stage, ratios = range(pool._stage_start, pool._stage_end), pool.compression_ratios
-    if pool._unified_kv or pool.uniform_fp8 or {*ratios} - {0, C4_RATIO, C128_RATIO}:
-        refuse(f"DeepSeek-V4's pool has the layout {pool.pd_kv_layout()}, of which only the paged fp8 one is served")
+    if pool._unified_kv or getattr(pool, "uniform_fp8", False) or {*ratios} - {0, C4_RATIO, C128_RATIO}:
+        refuse("DeepSeek-V4's pool has another layout than paged fp8 with the ratios 4 and 128, and only that one is served")
     c4, c128 = ([layer for layer in stage if ratios[layer] == ratio] for ratio in (C4_RATIO, C128_RATIO))
     states = {
-        state.name: list(zip(*of_state, strict=True))
+        state.value: list(zip(*of_state, strict=True))
         for state, *of_state in zip(
             args.state_types, args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
         )
     }
     kinds = {
         "": ((ComponentKind.C4_KV, c4), (ComponentKind.C4_INDEXER, c4), (ComponentKind.C128_KV, c128)),
-        "SWA": ((ComponentKind.SWA_KV, stage), (ComponentKind.C4_STATE, c4), (ComponentKind.C4_INDEXER_STATE, c4)),
-        "DSV4_REQUEST_STATE": ((ComponentKind.C128_STATE, c128),),
+        "swa": ((ComponentKind.SWA_KV, stage), (ComponentKind.C4_STATE, c4), (ComponentKind.C4_INDEXER_STATE, c4)),
+        "c128_state": ((ComponentKind.C128_STATE, c128),),
     }
     if unknown := sorted(states.keys() - kinds.keys()):
         refuse(f"DeepSeek-V4's pool has the states {', '.join(unknown)}, which are not served yet")

@@ -234,8 +234,15 @@ class SentRoom(Room):
             tables={},
         )
 
-    def publish(self, tokens: int, tables: Tables, metadata: bytes | None = None) -> None:
-        """The next tokens are final, in these pages. `metadata`: they are the last ones."""
+    def publish(
+        self,
+        tokens: int,
+        tables: Tables,
+        metadata: bytes | None = None,
+        *,
+        is_final: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """The next tokens are final in these pages once `is_final` says so. `metadata`: they are the last ones."""
         if self.is_over:
             return
         self.state = Poll.TRANSFERRING
@@ -243,7 +250,12 @@ class SentRoom(Room):
         upto = self.published
         # SGLang frees the pages of an aborted request at once. The node refuses a page that a former room may still read.
         self.rooms.order(
-            self, lambda: not self.rooms.is_ending and self.rooms.say(self, Publish, upto_token=upto, tables=tables)
+            self,
+            lambda: (
+                not self.rooms.is_ending
+                and is_final()
+                and self.rooms.say(self, Publish, upto_token=upto, tables=tables)
+            ),
         )
         if metadata is not None:
             self.rooms.order(self, lambda: self.rooms.say(self, Finish, metadata=metadata))
