@@ -94,7 +94,11 @@ class KvbridgeManager(BaseKVManager):
             ranks,
             name=str(instance.facts["model"]),
             tp_size=instance.tp_size,
-            facts={**instance.facts, "kv_cache_dtype": args.kv_cache_dtype_str, "kv_layout": getattr(args, "kv_layout", None) or "none"},
+            facts={
+                **instance.facts,
+                "kv_cache_dtype": args.kv_cache_dtype_str,
+                "kv_layout": getattr(args, "kv_layout", None) or "none",
+            },
         )
         place = instance.place
         with ExitStack() as stack:

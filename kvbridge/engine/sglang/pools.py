@@ -124,7 +124,9 @@ def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
 def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
     stage, ratios = range(pool._stage_start, pool._stage_end), pool.compression_ratios
     if pool._unified_kv or getattr(pool, "uniform_fp8", False) or {*ratios} - {0, C4_RATIO, C128_RATIO}:
-        refuse("DeepSeek-V4's pool has another layout than paged fp8 with the ratios 4 and 128, and only that one is served")
+        refuse(
+            "DeepSeek-V4's pool has another layout than paged fp8 with the ratios 4 and 128, and only that one is served"
+        )
     c4, c128 = ([layer for layer in stage if ratios[layer] == ratio] for ratio in (C4_RATIO, C128_RATIO))
     states = {
         state.value: list(zip(*of_state, strict=True))
