@@ -40,13 +40,13 @@ GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
 .PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu constraints dashboards docs check size format bench
-.PHONY: test-vllm test-sglang bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
+.PHONY: test-vllm test-sglang bench-gpu bench-peers bench-sglang bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
 	@echo "make unit    run the unit tests, in a minute"
 	@echo "make test    run every suite, with the short form of the faults and of the largest matrices; SEED= repeats an order"
-	@echo "make test-all  run everything: all faults, whole matrices, twenty times as many random examples; before a change of"
+	@echo "make test-all  run everything: all faults, whole matrices, twenty times as many random examples, some SGLang servers; before a change of"
 	@echo "             transports, plans, wire, sessions or faults is called done"
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
 	@echo "make test-load  MINUTES of random load over LOAD_TRANSPORT with kills, stops, cuts, lies about keys and a damaged store; every"
@@ -63,6 +63,7 @@ help:
 	@echo "make bench   measure planning, transports, overhead, paths, the directory, stores and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels and the local transport on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make bench-vllm  measure vLLM with kvbridge beside vLLM with NixlConnector, on this processor; results in out/bench/"
+	@echo "make bench-sglang  measure SGLang with kvbridge beside SGLang with its Mooncake backend, on this processor; results in out/bench/"
 	@echo "make bench-peers  measure a request beside SGLang's own sender and receiver, on this processor; results in out/bench/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
 	@echo "make soak-shared  the same with nine rooms of ten sharing prefixes that stay"
@@ -106,7 +107,7 @@ unit: $(READY) | servers
 test: $(READY) | servers browser
 	$(TESTS)
 
-test-all: $(READY) | servers browser
+test-all: $(READY) $(SGLANG)/.ready | servers browser
 	$(TESTS) --all
 
 test-faults: $(READY)
@@ -188,6 +189,9 @@ test-sglang: $(READY) $(SGLANG)/.ready
 
 bench-peers: $(READY) $(SGLANG)/.ready
 	SGLANG=$(SGLANG) $(BIN)/python -m tests.bench peers.compare --output out/bench
+
+bench-sglang: $(READY) $(SGLANG)/.ready
+	SGLANG=$(SGLANG) $(BIN)/python -m tests.bench sglang.compare --output out/bench
 
 bench-vllm: $(READY) $(VLLM)/.ready
 	VLLM=$(VLLM)/bin/python $(BIN)/python -m tests.bench vllm.compare --output out/bench

@@ -49,8 +49,8 @@ class Suite:
     """Tests that share their processes."""
 
     name: str
-    short: tuple[str, ...]
-    """Arguments of pytest for `make test`."""
+    short: tuple[str, ...] | None
+    """Arguments of pytest for `make test`; None: it has no part there."""
     whole: tuple[str, ...]
     """Arguments of pytest for `make test-all`."""
 
@@ -71,6 +71,8 @@ SUITES = (
     Suite("main", ("-m", "not thorough"), ()),
     Suite("contract", ("tests/contract",), ("tests/contract",)),
     Suite("faults", ("tests/faults", "-m", "faults_short"), ("tests/faults",)),
+    # Real servers: started once, so in one process.
+    Suite("sglang", None, ("tests/sglang", "-m", "sglang_short", "-n", "0")),
 )
 UNIT = Suite("unit", ("tests/unit", "-m", "not thorough and not outside and not slow"), ("tests/unit",))
 """A part of the main suite, for `make unit`."""
@@ -91,6 +93,7 @@ def main() -> int:
     seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
     workers = given.workers or min(8, len(os.sched_getaffinity(0)))
     suites = [suite for suite in (*SUITES, UNIT) if suite.name in given.only] if given.only else SUITES
+    suites = [suite for suite in suites if given.all or suite.short is not None]
     print(f"===== {', '.join(suite.name for suite in suites)}: SEED={seed} WORKERS={workers} =====", flush=True)
 
     def run(suite: Suite) -> Outcome:

@@ -13,7 +13,7 @@ from tests.bench.output import environment, measure, write
 HERE = ("plan", "prefix", "transport", "operations", "overhead", "paths", "directory", "store", "load")
 GPU = ("gpu.copy_pages", "gpu.transport", "gpu.swap_in")
 GROUPS = {"all": HERE, "gpu": GPU}
-OTHERS = ("peers.compare", "vllm.compare")
+OTHERS = ("peers.compare", "vllm.compare", "sglang.compare")
 """These want another environment (see the Makefile)."""
 
 

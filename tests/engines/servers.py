@@ -80,8 +80,9 @@ class Server:
         """Start it, in the main thread, with which it ends."""
         self.plan = plan
         self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
         self.log = setup.directory / f"{plan.name}.log"
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=ANSWER_S, trust_env=False)
+        self._client = httpx.Client(base_url=self.url, timeout=ANSWER_S, trust_env=False)
         self._begun_s = time.monotonic()
         command, environment = self._command(setup)
         with self.log.open("ab") as log:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,27 @@ class Server(servers.Server):
         timeout_s: float = ANSWER_S,
     ) -> Answer:
         """Ask for tokens. `told`: the bootstrap fields of a router. Raises httpx.HTTPError without any answer."""
-        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
-        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
-        return self._post("/generate", body | dict(told or {}), timeout_s, _answer)
+        more = {"return_logprob": True, "top_logprobs_num": 2, **(told or {})}
+        return self._post("/generate", _body(prompt, max_tokens) | more, timeout_s, _answer)
+
+    def stream(self, prompt: Sequence[int], max_tokens: int, *, told: Mapping[str, Any]) -> Answer:
+        """Ask for tokens as a stream, for its times."""
+        begun_s, first_s, last = time.monotonic(), 0.0, ""
+        body = _body(prompt, max_tokens) | {"stream": True, **told}
+        with self._client.stream("POST", "/generate", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    first_s, last = first_s or time.monotonic() - begun_s, line
+        seconds = time.monotonic() - begun_s
+        found = json.loads(last.removeprefix("data: ") or "{}")
+        if "meta_info" not in found:
+            return Answer(answer.status_code, reason="error")
+        return replace(_answer(found), first_token_s=first_s, seconds=seconds)
+
+
+def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling}
 
 
 def _answer(body: Mapping[str, Any]) -> Answer:

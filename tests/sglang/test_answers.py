@@ -16,7 +16,9 @@ LENGTHS = {37: 8, 512: 4, 1500: 4, 1: 1, PAGE_TOKENS: 1, PAGE_TOKENS + 1: 1, CHU
 """Around a page and around what prefill computes at a time; and how many are asked for at once."""
 
 
-@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize(
+    "tokens", [each if each != 512 else pytest.param(each, marks=pytest.mark.sglang_short) for each in LENGTHS]
+)
 def test_prompts_are_transferred(fleet: Fleet, decode: str, tokens: int) -> None:
     pair, asked = fleet.pair(decode), [fresh(tokens) for _ in range(LENGTHS[tokens])]
     before = pair.decode.rooms_completed()
@@ -35,7 +37,9 @@ def prefill_has_all(pair: Pair) -> list[list[int]]:
     return [asked]
 
 
-@pytest.mark.parametrize("known", [shared_system_prompts, prefill_has_all])
+@pytest.mark.parametrize(
+    "known", [shared_system_prompts, pytest.param(prefill_has_all, marks=pytest.mark.sglang_short)]
+)
 def test_what_either_side_has_already(fleet: Fleet, decode: str, known: Callable[[Pair], list[list[int]]]) -> None:
     pair = fleet.pair(decode)
     asked = known(pair)

@@ -17,6 +17,7 @@ from tests.sglang.fleet import Fleet
 
 KILLED_S, STOPPED_S = 5.0, 20.0
 """For the clients of decode to have an answer."""
+SHORT = pytest.mark.sglang_short
 SLOW_S = 10.0
 """Added on a machine that does other things."""
 Strike = Callable[[Fleet], object]
@@ -34,7 +35,9 @@ STRIKES: dict[str, tuple[float, Strike]] = {
 }
 
 
-@pytest.mark.parametrize("strike", STRIKES)
+@pytest.mark.parametrize(
+    "strike", [pytest.param(each, marks=SHORT if "scheduler is killed" in each else ()) for each in STRIKES]
+)
 def test_something_strikes_in_the_middle_of_a_request(fleet: Fleet, strike: str, say: list[str]) -> None:
     limit_s, hit = STRIKES[strike]
     prefill = fleet.servers["prefill"]

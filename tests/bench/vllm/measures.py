@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psutil
-
 from kvbridge.engine.vllm.requests import PARAMS_KEY
+from tests.bench.engines import LOOK_S, cores, in_turn, milliseconds
 from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, summary
 from tests.engines.prompts import fresh
 from tests.engines.servers import together, wait_until
@@ -20,20 +19,11 @@ from tests.vllm.servers import Server
 LENGTHS_TOKENS = (512, 1_500)
 """33 and 100 MB of the fat model: whole blocks of 8 MB."""
 AT_ONCE = (1, 4)
-IDLE_LOOK_S = 10.0
 SCATTERED_REQUESTS = 560
 """More than a cache has blocks."""
 HELD_ROOMS = 16
 HOOK_REQUESTS = 200
 """Enough that the 99th percentile is not simply the worst request."""
-
-
-def _turns(turn: int) -> tuple[str, ...]:
-    return CONNECTORS if turn % 2 else CONNECTORS[::-1]
-
-
-def _ms(values: Sequence[float]) -> list[float]:
-    return [round(1e3 * value, 3) for value in values]
 
 
 def first_token_s(server: Server, prompt: Sequence[int], transfer: dict[str, Any]) -> float:
@@ -73,7 +63,7 @@ def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: in
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in CONNECTORS}
     first: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     for turn in range(turns):
-        for name in _turns(turn):
+        for name in in_turn(CONNECTORS, turn):
             measured = pairs.by_name[name]
             measured.pair.decode.forget()
             told = [measured.pair.hand_over(one) for one in prompts]
@@ -89,7 +79,7 @@ def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: in
         "at_once": len(prompts),
         "order": order,
         "turns": turns,
-        "first_token_ms": {name: _ms(values) for name, values in first.items()},
+        "first_token_ms": {name: milliseconds(values) for name, values in first.items()},
         "spans": spans,
     }
 
@@ -98,7 +88,9 @@ def read_loads(pairs: Pairs, found: dict[str, Any]) -> None:
     """Put the loads in, when the servers have ended."""
     spans = found.pop("spans")
     found["load_ms"] = {
-        name: _ms([row.seconds for span in spans[name] for row in pairs.by_name[name].hooks["decode"].loads(*span)])
+        name: milliseconds(
+            [row.seconds for span in spans[name] for row in pairs.by_name[name].hooks["decode"].loads(*span)]
+        )
         for name in CONNECTORS
     }
 
@@ -119,7 +111,7 @@ def overlapped(pairs: Pairs, turns: int) -> dict[str, Any]:
     after: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     whole: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     for turn in range(turns + 1):
-        for name in _turns(turn):
+        for name in in_turn(CONNECTORS, turn):
             handed_s, first_s = (_paired if name == "kvbridge" else _plain)(pairs.by_name[name], fresh(1_500))
             if turn:  # the first request of a length is slower on either side
                 after[name].append(first_s - handed_s)
@@ -127,8 +119,8 @@ def overlapped(pairs: Pairs, turns: int) -> dict[str, Any]:
     return {
         "tokens": 1_500,
         "turns": turns,
-        "after_prefill_ms": {name: _ms(values) for name, values in after.items()},
-        "first_token_ms": {name: _ms(values) for name, values in whole.items()},
+        "after_prefill_ms": {name: milliseconds(values) for name, values in after.items()},
+        "first_token_ms": {name: milliseconds(values) for name, values in whole.items()},
     }
 
 
@@ -189,24 +181,12 @@ def idle(pairs: Pairs, turns: int) -> dict[str, Any]:
     """Cores that a pair takes with its children, with nothing held and with 16 prompts held."""
     found: dict[str, Any] = {name: {} for name in CONNECTORS}
     for name, measured in pairs.by_name.items():
-        found[name]["nothing"] = _cores(measured)
+        found[name]["nothing"] = cores(measured.servers)
         told = [(prompt, measured.pair.hand_over(prompt)) for prompt in (fresh(200) for _ in range(HELD_ROOMS))]
-        found[name]["held"] = _cores(measured)
+        found[name]["held"] = cores(measured.servers)
         for prompt, params in told:
             measured.pair.decode.ask(prompt, 1, transfer=params)
-    return {"held": HELD_ROOMS, "seconds": IDLE_LOOK_S, "cores": found}
-
-
-def _cores(measured: Measured) -> float:
-    processes = [one for server in measured.servers for one in server.tree()]
-    before_s, begun_s = _busy_s(processes), time.monotonic()
-    time.sleep(IDLE_LOOK_S)
-    return round((_busy_s(processes) - before_s) / (time.monotonic() - begun_s), 4)
-
-
-def _busy_s(processes: list[psutil.Process]) -> float:
-    times = [one.cpu_times() for one in processes]
-    return sum(each.user + each.system for each in times)
+    return {"held": HELD_ROOMS, "seconds": LOOK_S, "cores": found}
 
 
 # ------------------------------------------------------------------ first token at 1 MB
@@ -221,7 +201,7 @@ def short(pairs: Pairs, turns: int) -> dict[str, Any]:
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in CONNECTORS}
     rooms: list[int] = []
     for turn in range(3 * turns):
-        for name in _turns(turn):
+        for name in in_turn(CONNECTORS, turn):
             prompt = fresh(512)
             told = pairs.by_name[name].pair.hand_over(prompt)
             if PARAMS_KEY in told:
@@ -231,7 +211,7 @@ def short(pairs: Pairs, turns: int) -> dict[str, Any]:
             spans[name].append((begun_s, time.monotonic()))
     return {
         "tokens": 512,
-        "first_token_ms": {name: _ms(values) for name, values in first.items()},
+        "first_token_ms": {name: milliseconds(values) for name, values in first.items()},
         "phases_ms": {
             role: _phases_ms(server, rooms)
             for role, server in zip(("prefill", "decode"), pairs.by_name["kvbridge"].servers, strict=True)
