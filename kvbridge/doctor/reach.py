@@ -12,13 +12,16 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from kvbridge.api.directory import InstanceView
-from kvbridge.api.status import Readiness
+from kvbridge.api.rooms import RoomPage
+from kvbridge.api.status import NodeStatus, Readiness
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.requests import RequestClient
 from kvbridge.core.addresses import parse_tcp
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
+from kvbridge.core.session.tables import RoomState
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, warning
+from kvbridge.doctor.running import RunningNode
 
 ANSWER_S = 5.0
 HANDSHAKE_S = 3.0
@@ -59,6 +62,8 @@ class Reach(FrozenModel):
 
     running: str = ""
     """`decode-0/node-0, up for 42 s` when the daemon of this configuration runs already."""
+    node: RunningNode | None = None
+    """The node of this configuration, when it runs already."""
     bootstraps: tuple[Answer, ...] = ()
     peers: tuple[Answer, ...] = ()
     handshakes: tuple[Handshake, ...] = ()
@@ -81,7 +86,7 @@ class Asking:
         bootstraps: list[Answer] = []
         peers: list[Answer] = []
         shaken: list[Handshake] = []
-        running = self.running(own_url, needs) if own_url else ""
+        running, node = self.running(own_url, needs) if own_url else ("", None)
         for url in (own_url,) if needs.role == "bootstrap" and running else needs.bootstraps:
             answer = self.ready("bootstrap", url)
             listed, problem = self.instances(url) if not answer.problem else ((), "")
@@ -94,7 +99,13 @@ class Asking:
                     shaken.append(self.shake(name, control, encrypted=encrypted))
         shaken += [self.shake(given, given, encrypted=None) for given in named if given.startswith("tcp://")]
         peers += [self.ready(given, given) for given in named if "://" in given and not given.startswith("tcp://")]
-        return Reach(running=running, bootstraps=tuple(bootstraps), peers=tuple(peers), handshakes=tuple(shaken))
+        return Reach(
+            running=running,
+            node=node,
+            bootstraps=tuple(bootstraps),
+            peers=tuple(peers),
+            handshakes=tuple(shaken),
+        )
 
     def ready(self, name: str, url: str) -> Answer:
         """Ask an endpoint whether it is ready."""
@@ -123,19 +134,33 @@ class Asking:
         except ValidationError:
             return (), "it lists its instances in a way that this release does not understand"
 
-    def running(self, url: str, needs: Needs) -> str:
-        """Return name and uptime of this configuration's daemon, empty when no daemon or another one answers."""
+    def running(self, url: str, needs: Needs) -> tuple[str, RunningNode | None]:
+        """Return name and uptime of this configuration's daemon, and what a node says; ("", None) for another daemon, or none."""
         response, _ = self._get(f"{url}/status", self.daemon_token)
         if response is None or not response.is_success:
-            return ""
+            return "", None
         try:
             said: dict[str, Any] = response.json()
         except ValueError:
-            return ""
-        ours = (needs.role, needs.instance, needs.node)
-        theirs = (said.get("role"), said.get("instance", ""), said.get("node", ""))
+            return "", None
+        if (needs.role, needs.instance, needs.node) != (
+            said.get("role"),
+            said.get("instance", ""),
+            said.get("node", ""),
+        ):
+            return "", None
         uptime_s = float(said.get("at", 0)) - float(said.get("started_at", 0))
-        return f"{needs.name}, up for {uptime_s:.0f} s" if ours == theirs else ""
+        return f"{needs.name}, up for {uptime_s:.0f} s", self._node(url, response.content) if needs.instance else None
+
+    def _node(self, url: str, status: bytes) -> RunningNode | None:
+        query = "&".join(f"state={state}" for state in RoomState if not state.final)
+        response, _ = self._get(f"{url}/v1/requests?{query}&limit=1", self.daemon_token)
+        try:
+            rooms = () if response is None else RoomPage.model_validate_json(response.content, extra="ignore").rooms
+            node = NodeStatus.model_validate_json(status, extra="ignore")
+        except ValidationError:  # of another release
+            return None
+        return RunningNode(status=node, oldest=next(iter(rooms), None))
 
     def shake(self, name: str, endpoint: str, *, encrypted: bool | None) -> Handshake:
         """Connect to a control socket and leave it. `encrypted`: whether the directory says so; None: not known."""

@@ -12,7 +12,7 @@ from kvbridge.config.endpoints import is_wildcard
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor import machine, network, reach, software
+from kvbridge.doctor import machine, network, reach, running, software
 from kvbridge.doctor.findings import Finding, Level, Needs
 from kvbridge.doctor.machine import Machine
 from kvbridge.doctor.network import Network
@@ -51,6 +51,7 @@ CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
     "software.environment": lambda host, needs: software.check_environment(
         host.software, needs, rdma=bool(host.network.rdma)
     ),
+    "running.node": lambda host, needs: running.check_node(host.reach.node, needs),
     "reach.bootstrap": lambda host, needs: reach.check_bootstrap(host.reach, needs),
     "reach.peers": lambda host, needs: reach.check_peers(host.reach, needs),
     "reach.control": lambda host, needs: reach.check_control(host.reach, needs),

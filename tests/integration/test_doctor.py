@@ -45,6 +45,7 @@ def test_a_pair_that_runs_is_found_reached_and_not_disturbed() -> None:
         assert "handshake not encrypted" in what
         ((level, what),) = said_by("reach.peers", findings)
         assert (level, "prefill-0/node-0" in what) == ("fine", True)
+        assert ("warning", "no engine is attached") in said_by("running.node", findings)
         assert refused(live) == ""
         live.check_running()
         assert live.pair(100)["decode"]["instance"] == "decode-0"

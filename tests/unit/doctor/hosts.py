@@ -4,6 +4,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from kvbridge.api.status import EngineStatus, RankStatus
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
 from kvbridge.control.processes import TcpListener
 from kvbridge.doctor.findings import Needs, Port
@@ -11,14 +12,22 @@ from kvbridge.doctor.machine import Directory, Gpu, Limit, Machine, SharedDirect
 from kvbridge.doctor.network import Interface, Network, RdmaPort
 from kvbridge.doctor.reach import Answer, Handshake, Reach
 from kvbridge.doctor.run import Host
+from kvbridge.doctor.running import RunningNode
 from kvbridge.doctor.software import Software
 from kvbridge.pool.memory.shared_mapping import MemoryLimit
+from tests.unit.http.services import NODE_PAGE
 
 GIB = 1 << 30
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 ROCE = RdmaPort(device="mlx5_0", port=1, rate_gbit=400)
 INFINIBAND = RdmaPort(device="mlx5_1", port=1, link_layer="InfiniBand", rate_gbit=400)
+
+ENGINE = EngineStatus(name="engine-7", pid=7, ranks=("pp0.tp0",), gone="")
+RANK = RankStatus(
+    rank="pp0.tp0", state="ready", pid=8, layers=4, registered=1.0, restarts=0, error="", transports=("mooncake",)
+)
+RUNNING = RunningNode(status=NODE_PAGE.model_copy(update={"engines": (ENGINE,), "ranks": (RANK,)}))
 
 HEALTHY = Host(
     machine=Machine(
@@ -46,6 +55,7 @@ HEALTHY = Host(
         packages={"mooncake-transfer-engine": "0.3.13.post1", "nixl-cu13": "1.5.1"}, libraries=("ibverbs",)
     ),
     reach=Reach(
+        node=RUNNING,
         bootstraps=(Answer(name="bootstrap", url="http://10.0.0.1:7900", took_s=0.001),),
         peers=(Answer(name="decode-0/node-0", url="http://10.1.0.3:7902", took_s=0.001),),
         handshakes=(Handshake(name="prefill-1/node-0", endpoint="tcp://10.1.0.4:7801", took_s=0.002),),

@@ -4,14 +4,20 @@ from typing import Any
 
 import pytest
 
+from kvbridge.api.rooms import RoomReport
+from kvbridge.api.status import PrefixStoreStatus
 from kvbridge.config.transports import MooncakeSettings, NixlSettings
 from kvbridge.control.processes import TcpListener
+from kvbridge.core.ids import Role
+from kvbridge.core.session.tables import RoomState
 from kvbridge.doctor.findings import Finding, Level, Needs
 from kvbridge.doctor.machine import Directory, Limit, SharedDirectory
 from kvbridge.doctor.reach import Answer, Handshake
 from kvbridge.doctor.run import CHECKS, Host, examine
+from kvbridge.doctor.running import RunningNode
 from kvbridge.pool.memory.shared_mapping import MemoryLimit
-from tests.unit.doctor.hosts import GIB, HEALTHY, INFINIBAND, NEEDS, ROCE, changed
+from tests.unit.doctor.hosts import ENGINE, GIB, HEALTHY, INFINIBAND, NEEDS, RANK, ROCE, RUNNING, changed
+from tests.unit.http.services import NODE_PAGE
 
 GPU, OTHER_GPU = HEALTHY.machine.gpus
 B, W = Level.BREAKS, Level.WARNING
@@ -23,6 +29,36 @@ BOOT = Answer(name="bootstrap", url="http://boot:7900", problem="Name or service
 PEER = Answer(name="decode-0/node-0", url="http://10.1.0.3:7902", problem="Connection refused")
 SLOW_PEER = Answer(name="decode-0/node-0", url="http://x", ready=False, reasons=("no rank worker",))
 TWO_BUILDS = {"mooncake-transfer-engine": "0.3.13", "mooncake-transfer-engine-non-cuda": "0.3.13"}
+
+
+OLD_ROOM = RUNNING.model_copy(
+    update={
+        "oldest": RoomReport(
+            room=9,
+            generation=1,
+            role=Role.DECODE,
+            state=RoomState.COMMITTED,
+            prompt_tokens=5,
+            age_s=75.0,
+            waits_for="its engine",
+        )
+    }
+)
+AWAY = PrefixStoreStatus(
+    kind="files",
+    state="open",
+    why_not="",
+    pid=5,
+    objects={},
+    fetched_pages=0,
+    prefetches={},
+    waiting_prompts=0,
+    unsettled=0,
+)
+
+
+def node(**values: Any) -> RunningNode:
+    return RunningNode(status=RUNNING.status.model_copy(update=values))
 
 
 def settings(**values: Any) -> dict[str, Any]:
@@ -109,6 +145,33 @@ CASES = [
         settings(nixl=NixlSettings(ucx_tls="posix,sysv")),
     ),
     case("software.environment", B, "nothing but sysv", "unset UCX_TLS", software__environment={"UCX_TLS": "sysv"}),
+    case("running.node", W, "no engine is attached", "runtime_dir", reach__node=node(engines=())),
+    case(
+        *("running.node", W, "pages wait for the end of engine-7 (pid 7): it hangs", "engine's log"),
+        reach__node=node(engines=(ENGINE.model_copy(update={"gone": "it hangs"}),)),
+    ),
+    case(
+        *("running.node", W, "pp0.tp0 (pid 8) is starting", "worker_gone"),
+        reach__node=node(ranks=(RANK.model_copy(update={"state": "starting"}),)),
+    ),
+    case("running.node", W, "0 of 8 pages of the space full", "rooms", reach__node=node(available_pages={})),
+    case(
+        "running.node",
+        W,
+        "room 7#1 are in quarantine: late",
+        "process",
+        reach__node=node(quarantine={"late": ("room 7#1",)}),
+    ),
+    case(
+        *("running.node", W, "for 6 s not even the smallest", "kvbridge rooms"),
+        reach__node=node(admission=NODE_PAGE.admission.model_copy(update={"starved_since": 2.0})),
+    ),
+    case(
+        "running.node", W, "room 9 has been under way for 75 s and waits for its engine", "room 9", reach__node=OLD_ROOM
+    ),
+    case(
+        "running.node", W, "files store below host memory is not asked (open)", "runbook", reach__node=node(store=AWAY)
+    ),
     case("reach.bootstrap", B, "Name or service", "curl -v http://boot:7900/health", reach__bootstraps=(BOOT,)),
     case("reach.peers", B, "Connection refused", "curl -v http://10.1.0.3:7902/ready", reach__peers=(PEER,)),
     case("reach.peers", W, "not ready: no rank worker", "/status", reach__peers=(SLOW_PEER,)),

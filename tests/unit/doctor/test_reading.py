@@ -157,8 +157,8 @@ def test_nobody_there_is_told() -> None:
 def test_the_daemon_itself_is_known_by_role_and_name() -> None:
     page = '{"role": "decode", "instance": "decode-0", "node": "node-0", "at": 112.3, "started_at": 100}'
     itself, ours = asking({"/status": (200, page)}), Needs(role="decode", instance="decode-0", node="node-0")
-    assert itself.running("http://d", ours) == "decode-0/node-0, up for 12 s"
-    assert itself.running("http://d", ours.model_copy(update={"instance": "decode-1"})) == ""
+    assert itself.running("http://d", ours)[0] == "decode-0/node-0, up for 12 s"
+    assert itself.running("http://d", ours.model_copy(update={"instance": "decode-1"})) == ("", None)
 
 
 # ---------------------------------------------------------------------------------------------- GPUs
