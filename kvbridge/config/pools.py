@@ -177,8 +177,8 @@ class HostPool(FrozenModel):
             raise ValueError("components lists one kind twice")
         if self.pages and self.size_bytes:
             raise ValueError("pages and size_bytes are both set: keep one")
-        if self.memory is MemoryOwner.ADOPTED and (self.pages or self.size_bytes or not self.components):
-            raise ValueError("memory is adopted: name the components, and leave pages and size_bytes at 0")
+        if self.memory is MemoryOwner.ADOPTED and (self.pages or self.size_bytes):
+            raise ValueError("memory is adopted, so the engine's own pool decides: leave pages and size_bytes at 0")
         if self.memory is MemoryOwner.OWNED and self.components and not self.pages and not self.size_bytes:
             raise ValueError(
                 f"{', '.join(self.components)} would live in a host pool without pages: "

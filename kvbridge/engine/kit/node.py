@@ -151,6 +151,7 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
         "telemetry": {"log_format": "console"},
         "timeouts": {"control_heartbeat_s": HEARTBEAT_S},
     }
+    host = {"memory": "adopted", "components": sorted(kind.value for kind in plan.cache.in_host)}
     decided: dict[str, Any] = {
         "model": {"geometry": str(runtime_dir / GEOMETRY_FILE)},
         "parallelism": {
@@ -159,7 +160,7 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
             "stage_boundaries": list(plan.cache.stage_boundaries),
             "ranks": [{"pp": rank.pp, "tp": rank.tp, "device": device} for rank, device in plan.devices.items()],
         },
-        "pools": {"memory": "adopted"} | ({"host": {"components": []}} if place.role is Role.DECODE else {}),
+        "pools": {"memory": "adopted"} | ({"host": host} if place.role is Role.DECODE else {}),
         RUNTIME_DIR: str(runtime_dir),
     }
     engine = place.product.name

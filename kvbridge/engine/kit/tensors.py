@@ -54,6 +54,8 @@ class InstanceCache:
     geometry: ModelGeometry
     stage_boundaries: tuple[int, ...]
     """First layer of each pipeline stage but the first."""
+    in_host: frozenset[ComponentKind] = frozenset()
+    """Components that the engine keeps in host memory on decode."""
 
 
 def layer_number(name: str) -> int:

@@ -88,6 +88,7 @@ class KvbridgeManager(BaseKVManager):
             queue.token_to_kv_pool,
             window=getattr(scheduler, "sliding_window_size", 0) or 0,
             config=scheduler.model_config.hf_text_config.to_dict(),
+            hisparse=role is Role.DECODE and scheduler.enable_hisparse,
         )
         ranks = _told_by_all(instance, pools)
         cache = instance_geometry(
@@ -315,11 +316,18 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         state_indices: list[Any] | None = None,
         decode_prefix_len: int | None = None,
         destination: str = "device",
+        device_kv_indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
+        """With HiSparse `kv_indices` are pages of its host pool, and `device_kv_indices` those of the device."""
         room, prefix_tokens = self._room, decode_prefix_len or 0
         self._aux_index = aux_index
         first = prefix_tokens // self.kv_mgr.page_tokens
-        tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.ascontiguousarray(kv_indices, dtype=np.int32), first)}
+        pages = {IndexSpace.FULL: kv_indices}
+        if device_kv_indices is not None:
+            pages = {IndexSpace.HOST: kv_indices, IndexSpace.FULL: device_kv_indices}
+        tables = {
+            space: PageTable(space, np.ascontiguousarray(ids, dtype=np.int32), first) for space, ids in pages.items()
+        }
         tables |= _state_tables(self.kv_mgr, state_indices, room.prompt.tokens)
         room.accept = self._accept
         room.provide(tables, prefix_tokens)

@@ -18,6 +18,7 @@ REQUESTS = (
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
 )
+SENDS_PAGES = "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated"
 BUILDING: ContextVar[Any] = ContextVar("kvbridge_sglang_queue")
 """The queue of SGLang's scheduler whose manager is being made: the manager's arguments do not say which pools they describe."""
 
@@ -38,7 +39,18 @@ def register() -> None:
 
         return backend.CLASSES[class_type.value]
 
-    hooks = {KV_CLASS: class_of, **dict.fromkeys(MANAGERS, _with_queue), **dict.fromkeys(REQUESTS, _with_request)}
+    def as_mooncake(original: Callable[..., Any], queue: Any, *more: Any, **named: Any) -> Any:
+        """SGLang names the two kinds of pages of HiSparse only to a backend that is called Mooncake."""
+        if queue.transfer_backend is not ours:
+            return original(queue, *more, **named)
+        queue.transfer_backend = utils.TransferBackend.MOONCAKE
+        try:
+            return original(queue, *more, **named)
+        finally:
+            queue.transfer_backend = ours
+
+    hooks = {KV_CLASS: class_of, SENDS_PAGES: as_mooncake}
+    hooks |= {**dict.fromkeys(MANAGERS, _with_queue), **dict.fromkeys(REQUESTS, _with_request)}
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 

@@ -35,6 +35,8 @@ class Buffer(FrozenModel):
     address: NonNegative
     page_bytes: Positive
     page_count: Positive
+    in_host: bool = False
+    """HiSparse: the coordinator's pool in pinned host memory."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +68,18 @@ class RankPools:
         return found[0]
 
 
-def read_pools(args: Any, pool: Any, *, window: int, config: Mapping[str, Any]) -> RankPools:
+def read_pools(
+    args: Any, pool: Any, *, window: int, config: Mapping[str, Any], hisparse: bool = False
+) -> RankPools:
     """Read SGLang's KVArgs and the pool that they describe.
 
-    `window`: tokens of the model's sliding window. `config`: the model's configuration. Raises UnsupportedError for a pool that is
-    not served yet.
+    `window`: tokens of the model's sliding window. `config`: the model's configuration. `hisparse`: the C4 rows are in the host pool
+    of HiSparse's coordinator. Raises UnsupportedError for a pool that is not served yet.
     """
     device = str(pool.device)
     return RankPools(
         page_tokens=args.page_size,
-        buffers=tuple(_buffers(args, pool)),
+        buffers=tuple(_buffers(args, pool, hisparse=hisparse)),
         device=f"cuda:{args.gpu_id}" if device.startswith("cuda") else "cpu",
         window=window if "swa" in _states(args) else 0,
         config=config if _is_v4(pool) else None,
@@ -92,7 +96,7 @@ def _states(args: Any) -> tuple[str, ...]:
     return tuple(state.value for state in args.state_types)
 
 
-def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
+def _buffers(args: Any, pool: Any, *, hisparse: bool) -> Iterator[Buffer]:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: PLC0415 - only under SGLang
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: PLC0415
 
@@ -101,8 +105,10 @@ def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
     kv = list(zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True))
     states = _states(args)
     if _is_v4(pool):
-        yield from _v4_buffers(args, pool, kv)
+        yield from _v4_buffers(args, pool, kv, hisparse=hisparse)
         return
+    if hisparse:
+        refuse(f"HiSparse over SGLang's pool {type(pool).__name__} is not served yet: leave --enable-hisparse out")
     match pool:
         case MHATokenToKVPool() if not states:
             yield from _pairs(ComponentKind.MHA_KV, _own_layers(pool), kv)
@@ -121,7 +127,7 @@ def _buffers(args: Any, pool: Any) -> Iterator[Buffer]:
             refuse(f"SGLang's pool {type(pool).__name__}{with_states} is not served yet")
 
 
-def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
+def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]], *, hisparse: bool) -> Iterator[Buffer]:
     stage, ratios = range(pool._stage_start, pool._stage_end), pool.compression_ratios
     if pool._unified_kv or getattr(pool, "uniform_fp8", False) or {*ratios} - {0, C4_RATIO, C128_RATIO}:
         refuse(
@@ -146,7 +152,7 @@ def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]]) -> Ite
         if len(entries) != len(expected):
             refuse(f"DeepSeek-V4's pool registers {len(entries)} buffers of {name or 'KV'} for {len(expected)} layers")
         for (kind, layer), entry in zip(expected, entries, strict=True):
-            yield _buffer(kind, layer, entry)
+            yield _buffer(kind, layer, entry, in_host=hisparse and kind is ComponentKind.C4_KV)
 
 
 def _own_layers(pool: Any) -> range:
@@ -169,9 +175,10 @@ def _singles(kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple
         yield _buffer(kind, layer, entry)
 
 
-def _buffer(kind: ComponentKind, layer: int, entry: tuple[int, int, int]) -> Buffer:
+def _buffer(kind: ComponentKind, layer: int, entry: tuple[int, int, int], *, in_host: bool = False) -> Buffer:
     address, total_bytes, page_bytes = entry
-    return Buffer(kind=kind, layer=layer, address=address, page_bytes=page_bytes, page_count=total_bytes // page_bytes)
+    place = {"address": address, "page_bytes": page_bytes, "page_count": total_bytes // page_bytes}
+    return Buffer(kind=kind, layer=layer, in_host=in_host, **place)
 
 
 # ---------------------------------------------------------------------------------------------- the instance
@@ -212,6 +219,7 @@ def instance_geometry(
             facts=dict(facts),
         ),
         stage_boundaries=tuple(starts[1:]),
+        in_host=frozenset(buffer.kind for stage in stages.values() for buffer in stage.buffers if buffer.in_host),
     )
 
 
@@ -248,22 +256,33 @@ def _component(kind: ComponentKind, layers: tuple[int, ...], pools: RankPools, t
 
 
 def rank_regions(geometry: ModelGeometry, pools: RankPools, rank: Rank) -> list[Region]:
-    """Describe the buffers of one rank."""
-    cuda = pools.device.startswith("cuda")
-    return [
-        Region(
-            component=buffer.kind,
-            layer=buffer.layer,
-            space=geometry.component(buffer.kind).space,
-            memory=MemoryKind.VRAM if cuda else MemoryKind.DRAM,
-            device=int(pools.device.partition(":")[2] or 0) if cuda else 0,
-            extent_addresses=(buffer.address,),
-            pages_per_extent=buffer.page_count,
-            page_count=buffer.page_count,
-            page_bytes=buffer.page_bytes,
-            page_stride_bytes=buffer.page_bytes,
-            lane_start=rank.tp if geometry.component(buffer.kind).lanes > 1 else 0,
-            lane_stop=rank.tp + 1 if geometry.component(buffer.kind).lanes > 1 else 1,
-        )
-        for buffer in pools.buffers
-    ]
+    """Describe the buffers of one rank.
+
+    SGLang pads its buffers with pages that no request gets, some more than others: a space has the pages that all of its buffers have.
+    """
+    spaces = [IndexSpace.HOST if one.in_host else geometry.component(one.kind).space for one in pools.buffers]
+    counts: dict[IndexSpace, int] = {}
+    for space, buffer in zip(spaces, pools.buffers, strict=True):
+        counts[space] = min(counts.get(space, buffer.page_count), buffer.page_count)
+    return [_region(geometry, pools, rank, buffer, space, counts[space]) for space, buffer in zip(spaces, pools.buffers, strict=True)]
+
+
+def _region(
+    geometry: ModelGeometry, pools: RankPools, rank: Rank, buffer: Buffer, space: IndexSpace, page_count: int
+) -> Region:
+    in_vram = pools.device.startswith("cuda") and not buffer.in_host
+    lanes = (rank.tp, rank.tp + 1) if geometry.component(buffer.kind).lanes > 1 else (0, 1)
+    return Region(
+        component=buffer.kind,
+        layer=buffer.layer,
+        space=space,
+        memory=MemoryKind.VRAM if in_vram else MemoryKind.DRAM,
+        device=int(pools.device.partition(":")[2] or 0) if in_vram else 0,
+        extent_addresses=(buffer.address,),
+        pages_per_extent=page_count,
+        page_count=page_count,
+        page_bytes=buffer.page_bytes,
+        page_stride_bytes=buffer.page_bytes,
+        lane_start=lanes[0],
+        lane_stop=lanes[1],
+    )

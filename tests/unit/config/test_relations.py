@@ -66,7 +66,6 @@ REFUSED_DECODE = [
     ({"pools.host": {"pages": 1, "size_bytes": 1}}, "keep one"),
     ({"pools.host": {"memory": "adopted"}}, "host.memory is adopted and memory is owned"),
     ({"pools.host": {"memory": "adopted", "pages": 1}}, "leave pages and size_bytes at 0"),
-    ({"pools.host": {"memory": "adopted", "components": []}}, "name the components"),
     ({"pools.host": {"pages": 1, "components": ["c4_kv", "c4_kv"]}}, "one kind twice"),
     ({"pools.host": {"pages": 1, "extent_bytes": "2GiB", "mapping_bytes": "1GiB"}}, "must not exceed mapping_bytes"),
     (

@@ -165,6 +165,14 @@ def flash_tables(tokens):
 def test_exact_tables_cover_and_one_page_less_does_not(tokens):
     tables = flash_tables(tokens)
     tables_cover(tables, FLASH, tokens=tokens, host=C4_HOST)
+    if tokens % 128 == 0:  # no block of a state is begun, so an engine need not name its slot
+        tables_cover(
+            {space: one for space, one in tables.items() if space is not Space.REQUEST},
+            FLASH,
+            tokens=tokens,
+            host=C4_HOST,
+        )
+        del tables[Space.REQUEST]
     for space, full in tables.items():
         if len(full):
             short = tables | {space: PageTable(space, full.ids[:-1], full.first_page)}
