@@ -1,8 +1,9 @@
 """One side of a transfer of DeepSeek-V4's pools between two nodes, without schedulers. Runs in SGLang's environment.
 
-SGLang's own code makes the manager's arguments (`_init_kv_manager`), names the pages of a request on prefill (`_send_kv_chunk`) and on
-decode (`pop_preallocated`), and asks kvbridge's sender and receiver. This file stands for the rest of the schedulers: it says where
-the tokens of a request are, and polls. Decode compares all memory after each batch of rooms, and prints the bytes that it compared.
+SGLang's own code makes the manager's arguments (`_init_kv_manager`), names the pages of a request on prefill (`_send_kv_chunk`) and
+on decode (`pop_preallocated`), and asks kvbridge's sender and receiver. This file stands for the rest of the schedulers: it says
+where the tokens of a request are, and polls. Decode compares all memory after each batch of rooms, and prints the bytes that it
+compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.plugins import load_plugins
 
 from tests.sglang import v4_pools
-from tests.sglang.v4_pools import HOST_ROWS, LIVE, PAGE_TOKENS, PAGES, SLOTS, WINDOW_PAGES, Off
+from tests.sglang.v4_pools import HOST_ROWS, LIVE, PAGE_TOKENS, PAGES, SLOTS, WINDOW_PAGES
 
 LIMIT_S = 120.0
 CHUNK_TOKENS = 512
@@ -76,9 +77,10 @@ class Side:
         parallel = SimpleNamespace(
             **{f"{axis}_size": 1 for axis in ("attn_tp", "attn_cp", "tp", "pp", "dp")},
             **{f"{axis}_rank": 0 for axis in ("attn_tp", "attn_dp", "tp", "pp", "dp")},
-            **{"enable_dp_attention": False, "enable_dsa_cache_layer_split": False},
+            enable_dp_attention=False,
+            enable_dsa_cache_layer_split=False,
         )
-        from kvbridge.engine.sglang import backend  # noqa: PLC0415 - SGLang's plugins have been loaded
+        from kvbridge.engine.sglang import backend
 
         for module in (prefill, decode, utils, backend):
             module.get_disagg, module.get_parallel = lambda: disagg, lambda: parallel
@@ -309,7 +311,9 @@ class Decode(Side):
         given = self.host.alloc_paged_token_slots(
             slots, torch.zeros(SLOTS, dtype=torch.int64), request.kv.req_pool_idx, 0, rows
         )
-        request.pages["host"] = {page: int(given[page * HOST_ROWS]) // HOST_ROWS for page in range(-(-rows // HOST_ROWS))}
+        request.pages["host"] = {
+            page: int(given[page * HOST_ROWS]) // HOST_ROWS for page in range(-(-rows // HOST_ROWS))
+        }
         request.host_slots = slots[request.kv.req_pool_idx]
         return given
 
@@ -321,7 +325,9 @@ class Decode(Side):
             for (kind, layer), pages in self.memory.items():
                 fill(pages, begin, kind, layer)
             for request in requests:
-                self.pool.clear_request_scoped_state(request.kv.req_pool_idx)  # as SGLang does; it is to be seen in `before`
+                self.pool.clear_request_scoped_state(
+                    request.kv.req_pool_idx
+                )  # as SGLang does; it is to be seen in `before`
             before = {key: pages.copy() for key, pages in self.memory.items()}
             waiting = [self.queue._create_receiver_and_enqueue(request) for request in requests]
             for each in waiting:
@@ -360,9 +366,13 @@ class Decode(Side):
                     wrong = int((~same)[masks[page]].sum()) if page in masks else 0
                     assert not wrong, f"{wrong} bytes of {kind}, layer {layer}, page {page} of {tokens} tokens differ"
                     self.compared[kind] += int(masks[page].sum()) if page in masks else 0
-                    changed[at] &= ~same  # dead rows between live ones may be copied along, and no other byte may appear there
+                    changed[
+                        at
+                    ] &= ~same  # dead rows between live ones may be copied along, and no other byte may appear there
                 assert masks.keys() <= ours.keys(), f"{kind}: a page that {tokens} tokens need was not named"
-            assert not changed.any(), f"{kind}, layer {layer}: bytes of nobody changed in pages {np.flatnonzero(changed.any(1))}"
+            assert not changed.any(), (
+                f"{kind}, layer {layer}: bytes of nobody changed in pages {np.flatnonzero(changed.any(1))}"
+            )
 
 
 def main() -> None:

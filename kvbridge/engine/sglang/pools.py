@@ -68,13 +68,11 @@ class RankPools:
         return found[0]
 
 
-def read_pools(
-    args: Any, pool: Any, *, window: int, config: Mapping[str, Any], hisparse: bool = False
-) -> RankPools:
+def read_pools(args: Any, pool: Any, *, window: int, config: Mapping[str, Any], hisparse: bool = False) -> RankPools:
     """Read SGLang's KVArgs and the pool that they describe.
 
-    `window`: tokens of the model's sliding window. `config`: the model's configuration. `hisparse`: the C4 rows are in the host pool
-    of HiSparse's coordinator. Raises UnsupportedError for a pool that is not served yet.
+    `window`: tokens of the model's sliding window. `config`: the model's configuration. `hisparse`: the C4 rows are in the host
+    pool of HiSparse's coordinator. Raises UnsupportedError for a pool that is not served yet.
     """
     device = str(pool.device)
     return RankPools(
@@ -256,15 +254,12 @@ def _component(kind: ComponentKind, layers: tuple[int, ...], pools: RankPools, t
 
 
 def rank_regions(geometry: ModelGeometry, pools: RankPools, rank: Rank) -> list[Region]:
-    """Describe the buffers of one rank.
-
-    SGLang pads its buffers with pages that no request gets, some more than others: a space has the pages that all of its buffers have.
-    """
-    spaces = [IndexSpace.HOST if one.in_host else geometry.component(one.kind).space for one in pools.buffers]
+    """Describe the buffers of one rank. A space has the pages that all of its buffers have: SGLang pads some more than others."""
+    spaces = {one: IndexSpace.HOST if one.in_host else geometry.component(one.kind).space for one in pools.buffers}
     counts: dict[IndexSpace, int] = {}
-    for space, buffer in zip(spaces, pools.buffers, strict=True):
+    for buffer, space in spaces.items():
         counts[space] = min(counts.get(space, buffer.page_count), buffer.page_count)
-    return [_region(geometry, pools, rank, buffer, space, counts[space]) for space, buffer in zip(spaces, pools.buffers, strict=True)]
+    return [_region(geometry, pools, rank, buffer, space, counts[space]) for buffer, space in spaces.items()]
 
 
 def _region(

@@ -1,0 +1,46 @@
+"""DeepSeek-V4's pools cross between two nodes. Its kernels need a GPU; SGLang's pools and queues do not (`v4_transfer.py`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.engines.servers import ROOT, Setup, free_port, together
+from tests.sglang.servers import environment
+
+PAGE_TOKENS = 256
+LIMIT_S = 600.0
+ROOMS = [(10_000 + rest, rest + PAGE_TOKENS * (rest % 3) or 3 * PAGE_TOKENS) for rest in range(PAGE_TOKENS)]
+"""A room for each remainder that a prompt's length can leave in its last page."""
+
+
+def run(setup: Setup, role: str, asked: dict[str, Any]) -> str:
+    """Return what one side printed at last."""
+    settings = setup.directory / f"v4-{role}.yaml"
+    settings.write_text(json.dumps({"transports": {"order": ["mooncake"]}}))
+    done = subprocess.run(
+        [setup.python, "-m", "tests.sglang.v4_transfer", role, json.dumps(asked | {"port": free_port()})],
+        cwd=ROOT,
+        env=environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{role}: {done.stderr[-4_000:]}"
+    return (done.stdout.splitlines() or [""])[-1]
+
+
+@pytest.mark.parametrize("hisparse", [False, True], ids=["all on the device", "C4 on the host"])
+def test_every_live_byte_of_a_prompt_crosses_and_no_other_byte_changes(setup: Setup, hisparse: bool) -> None:
+    asked = {"bootstrap_port": free_port(), "rooms": ROOMS, "seed": 7, "hisparse": hisparse}
+    said = together([partial(run, setup, role, asked) for role in ("prefill", "decode")])
+    compared = json.loads(said[1])
+    rows = {"c4_kv": 4, "c4_indexer": 4, "c128_kv": 128}
+    for kind, layers, row_bytes in (("c4_kv", 3, 584), ("c4_indexer", 3, 132), ("c128_kv", 2, 584)):
+        assert compared[kind] == sum(tokens // rows[kind] for _, tokens in ROOMS) * layers * row_bytes
+    assert all(compared.values())
