@@ -10,13 +10,21 @@ import pytest
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import ConflictError
 from kvbridge.engine.sglang import directory as directory_module
-from kvbridge.engine.sglang.directory import PATH, Announcement, GroupNode, NodeDirectory, PrefillServers
+from kvbridge.engine.sglang.directory import (
+    PATH,
+    Announcement,
+    GroupNode,
+    NodeDirectory,
+    PrefillServer,
+    PrefillServers,
+    generate,
+)
 from tests.helpers.cluster import eventually
 
 
 def node(dp_rank: int, dp_size: int = 2) -> GroupNode:
     address = PeerAddress(endpoint=f"tcp://127.0.0.1:{7000 + dp_rank}")
-    return GroupNode(dp_rank=dp_rank, dp_size=dp_size, follows_room=True, address=address)
+    return GroupNode(dp_rank=dp_rank, dp_size=dp_size, follows_room=True, address=address, http_port=80)
 
 
 def iter_nodes() -> Callable[[], GroupNode]:
@@ -93,3 +101,17 @@ def test_no_address_that_a_request_names_keeps_another_server_unknown(
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": "many"}, {"Content-Length": "-1"}])
 def test_a_body_that_cannot_be_read_is_answered(directory: str, headers: dict[str, str]) -> None:
     assert put(directory, "{}", **headers)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("server", "why"),
+    [
+        (None, "not known any more"),
+        (0, "refused"),
+        (1, "answered"),
+    ],
+)
+def test_a_prompt_that_prefill_does_not_compute_says_why(directory: str, server: int | None, why: str) -> None:
+    port = {None: 0, 0: 9, 1: int(directory.rpartition(":")[2])}[server]
+    known = None if server is None else PrefillServer(dp_size=1, follow_bootstrap_room=True, nodes={}, http_port=port)
+    assert why in generate(directory, known, {"input_ids": [1]}).lower()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from tests.engines import fleet
 from tests.engines.prompts import fresh
-from tests.engines.servers import wait_until
+from tests.engines.servers import Setup, wait_until
 from tests.sglang.servers import Pair, Plan, Server
 
 PLANS: tuple[Callable[[], Plan], ...] = (
@@ -26,3 +26,14 @@ class Fleet(fleet.Fleet):
         """Wait until prefill and decode serve each other, after one of them was started again."""
         pair, asked = self.pair(decode), fresh(200)
         wait_until(lambda: not self.wrong(asked, pair.ask(asked)), f"{decode} gets what prefill computes", 90.0)
+
+
+def own_fleet(setup: Setup, name: str, plans: Sequence[Plan]) -> Iterator[Fleet]:
+    """Have servers of other plans run as long as the caller's fixture, beside those that the suite shares."""
+    directory = setup.directory / name
+    directory.mkdir(exist_ok=True)
+    fleet = Fleet(Setup(setup.python, directory), plans)
+    try:
+        yield fleet
+    finally:
+        fleet.end()

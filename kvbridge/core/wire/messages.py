@@ -31,9 +31,10 @@ from kvbridge.core.prefixes import ModelIdentity
 
 PROTOCOL_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
-MAX_TABLE_BYTES = 4 * 65_536
+MAX_TABLE_BYTES = 4 * 262_144
+"""A quarter of a million pages: a prompt of so many tokens where a page is one token."""
 MAX_PAGE_HASHES_BYTES = 16 * 65_536
-"""Page keys of a request, for as many pages as a table has."""
+"""Page keys of a request, for 65,536 pages."""
 MAX_ROOM_METADATA_BYTES = 24 * MAX_METADATA_BYTES
 """From all writers of one room: a claim is answered with it and five full tables, in one frame."""
 REASON_CHARS = 2_000

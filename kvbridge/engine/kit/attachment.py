@@ -165,6 +165,10 @@ class NodeAttachment:
     def _lose(self, error: Exception) -> None:
         reason = str(error) or type(error).__name__
         log.warning("node_lost", node_role=self._role.value, code=code_of(error), reason=reason)
+        self.leave()
+
+    def leave(self) -> None:
+        """Give up the attachment, and with it the rooms. The thread attaches again when all ranks of the node are served."""
         self._unsent.clear()
         self._unsayable.clear()
         self._lost_unseen = True

@@ -8,6 +8,7 @@ later error ends one request.
 from __future__ import annotations
 
 import atexit
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -35,14 +36,13 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.node import START_S, Node, NodePlan, open_node
-from kvbridge.engine.kit.transfers import prompt_digest
 from kvbridge.engine.memory import AdoptedWorker
-from kvbridge.engine.sglang.directory import Announcement, GroupNode, NodeDirectory, PrefillServers
+from kvbridge.engine.sglang.directory import Announcement, GroupNode, NodeDirectory, PrefillServers, generate
 from kvbridge.engine.sglang.instance import Instance, read_instance
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import BUILDING
-from kvbridge.engine.sglang.pools import instance_geometry, rank_regions, read_pools
-from kvbridge.engine.sglang.rooms import FetchedRoom, Prompt, Rooms, SentRoom, last_pages, room_of
+from kvbridge.engine.sglang.pools import instance_geometry, rank_regions, read_pools, require_nameable
+from kvbridge.engine.sglang.rooms import ATTEMPT, FetchedRoom, Prompt, Rooms, SentRoom, last_pages, prompt_of, room_of
 from kvbridge.telemetry.logs import leave_standard_output
 
 log = structlog.get_logger(__name__)
@@ -90,6 +90,7 @@ class KvbridgeManager(BaseKVManager):
             config=scheduler.model_config.hf_text_config.to_dict(),
             hisparse=role is Role.DECODE and scheduler.enable_hisparse,
         )
+        require_nameable(pools, scheduler.model_config.context_len)
         ranks = _told_by_all(instance, pools)
         cache = instance_geometry(
             ranks,
@@ -113,7 +114,7 @@ class KvbridgeManager(BaseKVManager):
             regions = rank_regions(cache.geometry, pools, instance.rank)
             self._serve = partial(AdoptedWorker, place.runtime_dir, instance.rank, regions)
             self._worker = self._serve()
-            stack.callback(self.deregister_buffer_to_engine)
+            stack.callback(lambda: self._worker.close())  # noqa: PLW0108 - it may be another one by then
             attachment = NodeAttachment(role, place.runtime_dir)
             stack.callback(attachment.close)
             attachment.begin()
@@ -137,32 +138,30 @@ class KvbridgeManager(BaseKVManager):
 
     def room(self, kind: type[RoomT], bootstrap_room: int | None) -> RoomT:
         """Return the room of the request that a sender or a receiver is being made for. It has failed if it cannot be."""
-        room = kind(room_of(bootstrap_room or 0), Prompt(0, b""), self.rooms)
-        with self.guard.over("prompt", str(room.id), lost=room.fail):
-            room.prompt = self._prompt(bootstrap_room or 0)
+        room = kind(0, Prompt(0, b""), self.rooms)
+        with self.guard.over("prompt", str(bootstrap_room), lost=room.fail):
+            room.prompt = prompt_of(self.arriving, bootstrap_room or 0)
+            room.id = room_of(bootstrap_room or 0, room.prompt.attempt)
         if not bootstrap_room:
             room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
         return room
 
-    def _prompt(self, bootstrap_room: int) -> Prompt:
-        request = self.arriving
-        tokens = np.asarray(request.origin_input_ids, dtype=np.int64)
-        digest = prompt_digest(
-            tokens, adapter=str(request.lora_id or ""), salt=f"{bootstrap_room}|{request.extra_key or ''}"
-        )
-        return Prompt(len(tokens), digest)
+    def submit_prefill_recompute(self, kv_receiver: KvbridgeReceiver, payload: dict[str, Any]) -> None:
+        """Have prefill compute the prompt of a request again whose KV cache decode has given up. `payload`: for `/generate`."""
+        if self.rooms.leads:
+            kv_receiver.recompute(payload)
 
     def deregister_buffer_to_engine(self) -> None:
-        """Nothing reaches this rank's pools afterwards: SGLang gives their memory back. Raises as `AdoptedWorker.close` does."""
+        """Nothing reaches this rank's pools afterwards: SGLang gives their memory back. Requests that come before `register` wait.
+
+        Raises as `AdoptedWorker.close` does, and SGLang ends: only the end of the process is safe then.
+        """
         self._worker.close()
+        self.rooms.give_up_all("the server has released its memory")
 
     def register_buffer_to_engine(self) -> None:
-        """SGLang has memory behind its pools again."""
+        """SGLang has memory behind its pools again, at the same addresses."""
         self._worker = self._serve()
-
-    def submit_prefill_recompute(self, receiver: KvbridgeReceiver, _payload: object) -> None:
-        """Fail a request that decode has retracted: its prompt is not computed once more."""
-        receiver.abort()
 
     def teardown(self) -> None:
         """Nothing of this process moves a byte afterwards, and no child of it is left."""
@@ -185,7 +184,11 @@ def _group_node(instance: Instance, node: Node) -> GroupNode | None:
     if control is None:
         return None
     return GroupNode(
-        dp_rank=instance.dp_rank, dp_size=instance.dp_size, follows_room=instance.follows_room, address=control
+        dp_rank=instance.dp_rank,
+        dp_size=instance.dp_size,
+        follows_room=instance.follows_room,
+        address=control,
+        http_port=instance.http_port,
     )
 
 
@@ -215,9 +218,7 @@ class _OneRoom:
 
     def give_up(self, reason: str) -> None:
         """End the room. On decode `poll` says Failed when nobody writes to its pages any more: at its last event."""
-        self.kv_mgr.rooms.give_up(self._room, reason)
-        if isinstance(self._room, SentRoom) or not self._room.given_up:
-            self._room.fail(reason)
+        self._room.stop(reason)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         return _metric(self._room.event)
@@ -331,6 +332,17 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         tables |= _state_tables(self.kv_mgr, state_indices, room.prompt.tokens)
         room.accept = self._accept
         room.provide(tables, prefix_tokens)
+
+    @_ends_its_room
+    def recompute(self, payload: dict[str, Any]) -> None:
+        room, address, server = self._room, self._addr, self.kv_mgr.prefill_info_table.get(self._addr)
+        payload["sampling_params"]["custom_params"] = {ATTEMPT: room.prompt.attempt}
+
+        def ask() -> None:
+            if why_not := generate(address, server, payload):
+                room.rooms.stop_soon(room, f"prefill did not compute the prompt again: {why_not}")
+
+        threading.Thread(target=ask, name="kvbridge-recompute", daemon=True).start()
 
     def _accept(self, event: RoomEvent) -> None:
         rank = self.kv_mgr.instance.rank

@@ -7,8 +7,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import structlog
 
@@ -20,6 +21,8 @@ log = structlog.get_logger(__name__)
 
 PATH = "/kvbridge/nodes"
 ASK_S = 5.0
+GENERATE_S = 600.0
+"""Longest wait for a prompt that is computed again."""
 LOOK_S = 1.0
 """Between two looks at a directory, or at the address of the own node."""
 FORGET_S = 600.0
@@ -39,6 +42,8 @@ class GroupNode(FrozenModel):
     dp_size: Positive
     follows_room: bool
     address: PeerAddress
+    http_port: NonNegative
+    """Of the prefill server itself."""
 
 
 class PrefillServer(FrozenModel):
@@ -49,6 +54,7 @@ class PrefillServer(FrozenModel):
     """SGLang reads this name."""
     nodes: dict[int, PeerAddress]
     """By data-parallel rank."""
+    http_port: NonNegative
 
 
 class NodeDirectory:
@@ -80,7 +86,12 @@ class NodeDirectory:
                     self._answer(404, {"error": f"{len(nodes)} nodes of this prefill server have registered"})
                     return
                 addresses = {rank: node.address for rank, node in sorted(nodes.items())}
-                told = PrefillServer(dp_size=first.dp_size, follow_bootstrap_room=first.follows_room, nodes=addresses)
+                told = PrefillServer(
+                    dp_size=first.dp_size,
+                    follow_bootstrap_room=first.follows_room,
+                    nodes=addresses,
+                    http_port=first.http_port,
+                )
                 self._answer(200, told.model_dump(mode="json"))
 
             def _answer(self, status: int, body: object) -> None:
@@ -188,3 +199,18 @@ class PrefillServers(dict[str, PrefillServer]):
         self._stop = True
         self._changed.set()
         self._thread.join(ASK_S + LOOK_S)
+
+
+def generate(address: str, server: PrefillServer | None, payload: Mapping[str, Any]) -> str:
+    """Ask a prefill server for an answer, and wait for it. Returns why there is none, or ''. `address`: of its directory."""
+    if server is None:
+        return f"the prefill server at {address} is not known any more"
+    url = f"http://{address.rpartition(':')[0]}:{server.http_port}/generate"
+    request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
+    try:
+        _open(request, timeout=GENERATE_S).close()
+    except urllib.error.HTTPError as error:
+        return f"{url} answered {error.code}: {error.read(BODY_BYTES).decode(errors='replace')}"
+    except OSError as error:
+        return f"{url}: {error}"
+    return ""

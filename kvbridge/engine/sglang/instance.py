@@ -28,6 +28,7 @@ class Instance:
     dp_rank: int
     dp_size: int
     engine_id: str
+    http_port: int
     bootstrap_url: str
     """The directory in the launcher of a prefill server."""
     follows_room: bool
@@ -76,6 +77,7 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
         dp_rank=dp_rank,
         dp_size=dp_size,
         engine_id=f"{host}-{arguments.port}-dp{dp_rank}",
+        http_port=arguments.port,
         bootstrap_url=f"http://{_bracketed(host)}:{arguments.disaggregation_bootstrap_port}",
         follows_room=arguments.load_balance_method == "follow_bootstrap_room",
         facts={

@@ -18,6 +18,7 @@ from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import geometry_from_config
+from kvbridge.core.geometry.pages import MOST_PAGES
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.engine.kit.node import refuse
 from kvbridge.engine.kit.tensors import InstanceCache
@@ -82,6 +83,16 @@ def read_pools(args: Any, pool: Any, *, window: int, config: Mapping[str, Any], 
         window=window if "swa" in _states(args) else 0,
         config=config if _is_v4(pool) else None,
     )
+
+
+def require_nameable(pools: RankPools, context_tokens: int) -> None:
+    """Raise UnsupportedError when a prompt may have more pages than a message names. `context_tokens`: of the longest prompt."""
+    most_pages = min(-(-context_tokens // pools.page_tokens), max(buffer.page_count for buffer in pools.buffers))
+    if most_pages > MOST_PAGES:
+        refuse(
+            f"a prompt of {context_tokens} tokens may have {most_pages} pages of {pools.page_tokens}, and one transfer has at most "
+            f"{MOST_PAGES}: set --page-size to {-(-context_tokens // MOST_PAGES)} or more, or lower --context-length"
+        )
 
 
 def _is_v4(pool: Any) -> bool:

@@ -20,11 +20,12 @@ import numpy.typing as npt
 import structlog
 
 from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.ids import ROOM_BITS, IndexSpace, PageTable, Tables
 from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, Provide, Publish, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.kit.attachment import NodeAttachment
-from kvbridge.engine.kit.transfers import LAST_EVENTS
+from kvbridge.engine.kit.transfers import LAST_EVENTS, prompt_digest
 from kvbridge.engine.memory import WorkerEnd
 
 log = structlog.get_logger(__name__)
@@ -32,6 +33,8 @@ log = structlog.get_logger(__name__)
 LOOK_S = 0.0002
 """SGLang asks for each request in each of its turns; the node is looked at once in so long."""
 NODE_ENDED = "the kvbridge node beside this server has ended"
+ATTEMPT = "kvbridge_attempt"
+"""Key in `custom_params` of the request that asks prefill to compute a prompt again."""
 ROOM_MASK = (1 << ROOM_BITS) - 1
 
 
@@ -45,9 +48,12 @@ class Poll(IntEnum):
     SUCCESS = 4
 
 
-def room_of(bootstrap_room: int) -> int:
-    """Return our room for one of SGLang's, any number of a client: a hash. The prompt's digest contains the whole number."""
-    hashed = hashlib.blake2b(str(bootstrap_room).encode(), digest_size=8).digest()
+def room_of(bootstrap_room: int, attempt: int) -> int:
+    """Return our room for one of SGLang's, any number of a client: a hash. The prompt's digest contains the whole number.
+
+    Each attempt at a room is another room of ours, so that late events of an earlier attempt are told apart.
+    """
+    hashed = hashlib.blake2b(f"{bootstrap_room} {attempt}".encode(), digest_size=8).digest()
     return int.from_bytes(hashed, "little") & ROOM_MASK
 
 
@@ -57,6 +63,25 @@ class Prompt:
 
     tokens: int
     digest: bytes
+    attempt: int = 1
+    """Rises when decode gives up the KV cache of the request, and asks prefill to compute it again."""
+
+
+def prompt_of(request: Any, bootstrap_room: int) -> Prompt:
+    """Return the prompt of one of SGLang's requests (`Req`), with the answer as far as decode has to have it again.
+
+    Raises UnsupportedError for a retracted request with images: SGLang asks prefill to compute its tokens without them.
+    """
+    tokens, attempt = request.origin_input_ids, 1
+    if getattr(request, "pd_rebootstrap_in_progress", False):
+        if getattr(request, "multimodal_inputs", None) is not None:
+            raise UnsupportedError("a retracted request with images or sound cannot be computed again: ask once more")
+        tokens, attempt = [*tokens, *request.output_ids], 1 + request.retraction_count
+    elif type(told := (request.sampling_params.custom_params or {}).get(ATTEMPT)) is int:
+        attempt = told
+    salt = f"{bootstrap_room}|{request.extra_key or ''}"
+    digest = prompt_digest(np.asarray(tokens, dtype=np.int64), adapter=str(request.lora_id or ""), salt=salt)
+    return Prompt(len(tokens), digest, attempt)
 
 
 @dataclass(slots=True)
@@ -90,6 +115,11 @@ class Room:
     def fail(self, reason: str) -> None:
         if not self.is_over:
             self.state, self.reason = Poll.FAILED, reason
+
+    def stop(self, reason: str) -> None:
+        """Give the room up."""
+        self.rooms.give_up(self, reason)
+        self.fail(reason)
 
     def heard(self, event: RoomEvent) -> None:
         if event.generation not in {0, self.generation} or self.is_over:
@@ -131,6 +161,7 @@ class Rooms:
         self._of: dict[int, Room] = {}
         self._ending: set[int] = set()
         """Rooms that were given up: their bytes may be moved until their last event."""
+        self._to_stop: deque[tuple[Room, str]] = deque()
         self._known = attachment.node
         self._next_look_s = 0.0
 
@@ -158,6 +189,9 @@ class Rooms:
         if now_s < self._next_look_s:
             return
         self._next_look_s = now_s + LOOK_S
+        while self._to_stop:
+            stopped, reason = self._to_stop.popleft()
+            stopped.stop(reason)
         for event in self.attachment.events():
             if event.kind in LAST_EVENTS or event.kind == "refused":
                 self._ending.discard(event.room)
@@ -199,6 +233,20 @@ class Rooms:
             room.given_up = True
             self._ending.add(room.id)
             self.attachment.say(AbortRoom, room.id, reason=reason[:REASON_CHARS])
+
+    def stop_soon(self, room: Room, reason: str) -> None:
+        """Stop a room at the next look; for other threads."""
+        self._to_stop.append((room, reason))
+
+    def give_up_all(self, reason: str) -> None:
+        """Fail and forget all rooms. Orders of later rooms wait until this process is attached again.
+
+        SGLang releases its memory, and has forgotten its requests. The rank worker of this process has been closed.
+        """
+        for room in list(self._of.values()):
+            room.fail(reason)
+            self.forget(room)
+        self.attachment.leave()
 
     @property
     def is_ending(self) -> bool:
@@ -311,6 +359,12 @@ class FetchedRoom(Room):
             self.lost = node
         else:
             self.fail(NODE_ENDED)
+
+    def stop(self, reason: str) -> None:
+        """Give the room up. A room of which the node knows fails at its last event: nobody writes to its pages any more then."""
+        self.rooms.give_up(self, reason)
+        if not self.given_up:
+            self.fail(reason)
 
     def closed(self, nodes: set[str]) -> None:
         if self.lost and self.lost in nodes:

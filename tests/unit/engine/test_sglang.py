@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import queue
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,14 +16,28 @@ import pytest
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnsupportedError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.pages import MOST_PAGES
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, Rank
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.memory import WorkerEnd
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import add_member
-from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Rooms, SentRoom, last_pages, room_of
+from kvbridge.engine.sglang.pools import Buffer, RankPools, require_nameable
+from kvbridge.engine.sglang.rooms import (
+    ATTEMPT,
+    FetchedRoom,
+    Poll,
+    Prompt,
+    Rooms,
+    SentRoom,
+    last_pages,
+    prompt_of,
+    room_of,
+)
 from kvbridge.worker.lifecycle import UnclosedError
+from tests.helpers.cluster import eventually
 
 R0 = Rank(pp=0, tp=0)
 NODE = [PeerAddress(endpoint="tcp://127.0.0.1:7")]
@@ -38,6 +54,9 @@ class Attachment:
     def say(self, kind: type, room: int, **_: Any) -> bool:
         self.said.append((kind.__name__, room))
         return bool(self.node)
+
+    def leave(self) -> None:
+        self.node = ""
 
     def events(self) -> list[RoomEvent]:
         found, self.due = self.due, []
@@ -186,9 +205,63 @@ def test_another_rank_says_that_a_room_has_failed(attachment: Attachment) -> Non
 
 
 def test_the_rooms_of_sglang_become_ours() -> None:
-    found = {room_of(room) for room in (1, 2, 2**53, 2**62, 2**63 - 1, 2**70, -1)}
-    assert len(found) == 7
+    found = {room_of(room, attempt) for room in (1, 2, 2**53, 2**62, 2**63 - 1, 2**70, -1) for attempt in (1, 2)}
+    assert len(found) == 14
     assert max(found) <= MAX_ROOM
+
+
+def request(**more: Any) -> SimpleNamespace:
+    common = {"origin_input_ids": [5, 6, 7], "output_ids": [], "lora_id": None, "extra_key": None}
+    return SimpleNamespace(**common, sampling_params=SimpleNamespace(custom_params=None), **more)
+
+
+def test_a_prompt_that_is_computed_again_is_the_same_on_both_sides() -> None:
+    """Decode counts its retractions and has told prefill of them; prefill gets the tokens of the answer as a part of the prompt."""
+    first = prompt_of(request(retraction_count=1), 9)
+    retracted = request(retraction_count=2, pd_rebootstrap_in_progress=True)
+    retracted.output_ids = [8, 9]
+    again = request(retraction_count=0)
+    again.origin_input_ids, again.sampling_params.custom_params = [5, 6, 7, 8, 9], {ATTEMPT: 3}
+    assert prompt_of(retracted, 9) == prompt_of(again, 9) == Prompt(5, prompt_of(again, 9).digest, 3)
+    assert (first.attempt, prompt_of(again, 10).digest == prompt_of(again, 9).digest) == (1, False)
+
+
+def test_a_retracted_request_with_images_is_not_computed_without_them() -> None:
+    assert prompt_of(request(multimodal_inputs=object()), 9).attempt == 1
+    with pytest.raises(UnsupportedError, match="images"):
+        prompt_of(request(multimodal_inputs=object(), pd_rebootstrap_in_progress=True, retraction_count=1), 9)
+
+
+@pytest.mark.parametrize("told", ["2", 2.0, True, None, [2]])
+def test_a_client_that_names_no_attempt_has_the_first_one(told: Any) -> None:
+    asked = request()
+    asked.sampling_params.custom_params = {ATTEMPT: told}
+    assert prompt_of(asked, 9).attempt == 1
+
+
+def test_a_room_is_stopped_by_another_thread_at_the_next_look(rooms: Rooms, attachment: Attachment) -> None:
+    known, unknown = fetched(rooms), FetchedRoom(2, Prompt(40, b"d"), rooms)
+    for room in (known, unknown):
+        rooms.stop_soon(room, "prefill is away")
+    assert (known.state, unknown.state) == (Poll.WAITING, Poll.BOOTSTRAPPING)
+    rooms.look()
+    assert (known.state, attachment.said[-1]) == (Poll.WAITING, ("AbortRoom", 1))
+    assert (unknown.state, unknown.reason) == (Poll.FAILED, "prefill is away")
+    tell(rooms, attachment, "aborted", reason="by the decode engine: prefill is away")
+    assert "prefill is away" in known.reason
+
+
+@pytest.mark.parametrize("make", [sent, fetched])
+def test_rooms_of_released_memory_are_forgotten_and_later_ones_wait(
+    rooms: Rooms, attachment: Attachment, make: Any
+) -> None:
+    room = make(rooms)
+    rooms.give_up_all("memory is released")
+    assert (room.state, room.reason, attachment.node) == (Poll.FAILED, "memory is released", "")
+    following, before = make(rooms), len(attachment.said)
+    attachment.node = "a"
+    rooms.look()
+    assert (following.state, len(attachment.said)) == (Poll.WAITING, before + 1)
 
 
 @pytest.mark.parametrize(("tokens", "pages", "first"), [(40, 2, 1), (32, 2, 0), (33, 1, 2), (16, 1, 0)])
@@ -216,6 +289,25 @@ def test_a_row_of_other_fields_is_refused(rows: tuple[MetadataRows, list[np.ndar
     with pytest.raises(UnsupportedError, match="same model"):
         row.write(0, other.read(0))
     assert (fields[0][0] == np.arange(4)).all()
+
+
+@pytest.mark.parametrize(
+    ("context_tokens", "page_tokens", "page_count", "wanted"),
+    [
+        (MOST_PAGES, 1, 2 * MOST_PAGES, ""),
+        (10 * MOST_PAGES, 1, MOST_PAGES, ""),
+        (MOST_PAGES + 1, 1, 2 * MOST_PAGES, "--page-size to 2 or more"),
+        (16 * MOST_PAGES, 16, 2 * MOST_PAGES, ""),
+        (33 * MOST_PAGES, 16, 3 * MOST_PAGES, "--page-size to 33 or more"),
+    ],
+)
+def test_a_server_whose_prompts_have_too_many_pages_does_not_start(
+    context_tokens: int, page_tokens: int, page_count: int, wanted: str
+) -> None:
+    buffer = Buffer(kind=ComponentKind.MHA_KV, layer=0, address=0, page_bytes=64, page_count=page_count)
+    pools = RankPools(page_tokens=page_tokens, buffers=(buffer,), device="cpu")
+    with pytest.raises(UnsupportedError, match=wanted) if wanted else nullcontext():
+        require_nameable(pools, context_tokens)
 
 
 def test_an_enum_grows_in_place() -> None:
@@ -299,7 +391,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def manager(backend: ModuleType, rooms: Rooms) -> Any:
     made = object.__new__(backend.KvbridgeManager)
     made.rooms, made.guard, made.page_tokens = rooms, Guard(lambda _code: None), 16
-    made.arriving = SimpleNamespace(origin_input_ids=[1] * 40, lora_id=None, extra_key=None)
+    made.arriving = request()
     made.prefill_info_table = {"host:1": SimpleNamespace(nodes={0: NODE[0]})}
     made.kv_args = SimpleNamespace(state_types=())
     return made
@@ -336,7 +428,7 @@ def test_a_defect_while_a_request_is_served_ends_that_request(
     receiver.init(0)
     receiver.send_metadata("?")
     assert receiver.poll() == Poll.WAITING
-    attachment.due = [RoomEvent(room=room_of(2), generation=1, kind="aborted")]
+    attachment.due = [RoomEvent(room=room_of(2, 1), generation=1, kind="aborted")]
     assert receiver.poll() == Poll.FAILED
     assert [kind for kind, _ in attachment.said] == ["Hold", "AbortRoom", "Fetch", "AbortRoom"]
 
@@ -347,11 +439,21 @@ def test_a_defect_in_a_look_at_the_node_ends_nothing(manager: Any, backend: Modu
     assert sender.poll() == Poll.WAITING
 
 
-def test_a_request_that_decode_has_retracted_fails(manager: Any, backend: ModuleType, attachment: Attachment) -> None:
+def test_a_request_that_decode_has_retracted_is_asked_for_again(
+    manager: Any, backend: ModuleType, attachment: Attachment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill hears of the attempt. Decode hears why prefill does not compute."""
+    asked: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(backend, "generate", lambda *given: asked.put(given) or "it is away")
+    manager.arriving = request(retraction_count=1, pd_rebootstrap_in_progress=True)
     receiver = backend.KvbridgeReceiver(manager, "host:1", 1)
     receiver.init(0)
-    manager.submit_prefill_recompute(receiver, {})
-    assert [kind for kind, _ in attachment.said] == ["Fetch", "AbortRoom"]
+    manager.submit_prefill_recompute(receiver, {"sampling_params": {}})
+    address, server, payload = asked.get(timeout=10)
+    assert (address, server) == ("host:1", manager.prefill_info_table["host:1"])
+    assert payload == {"sampling_params": {"custom_params": {ATTEMPT: 2}}}
+    eventually("it is given up", lambda: receiver.poll() is None or attachment.said[-1][0] == "AbortRoom")
+    assert attachment.said == [("Fetch", room_of(1, 2)), ("AbortRoom", room_of(1, 2))]
 
 
 def test_memory_is_given_back_only_when_nothing_reaches_it(manager: Any) -> None:
