@@ -36,6 +36,16 @@ def test_orders_begin_in_their_order_and_no_peer_has_more_than_its_share() -> No
     assert [one.request.order for one in book.active] == [2, 4, 6, 3]
 
 
+def test_a_step_looks_at_no_order_behind_others_of_a_busy_peer() -> None:
+    """A burst of rooms would starve the transfers that it waits for."""
+    book, asked = OrderBook(), list[Order]()
+    for number in range(1, 501):
+        book.add(order(number, "ab"[number % 2]))
+    looked = {"is_ready": lambda _: True, "is_written": lambda order: asked.append(order) or True}
+    assert [len(book.begin(2, **looked)) for _ in range(3)] == [4, 0, 0]
+    assert len(asked) == 4
+
+
 def test_a_peer_that_is_not_ready_and_memory_that_is_not_written_hold_nobody_else_up() -> None:
     book = OrderBook()
     for number, peer in enumerate("aabb", start=1):
