@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvbridge.config.schema import DispatchOrder, RouterConfig, RouterTimeouts
-from kvbridge.core.errors import NotReadyError, PeerError
+from kvbridge.core.errors import CapacityError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Answer, FailedAttemptError, Router
@@ -69,6 +69,14 @@ class Net:
         self.router = Router(config, self.servers, self, Metrics(role="router"), seldom, draw_room=lambda: next(rooms))
         self.router._attempt_failed = self.failures.append
         self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def get(self, url: str, headers: dict[str, str]) -> AsyncIterator[Answered]:
+        """A server that says nothing of its models."""
+        del url, headers
+        answer = Answered(200, b"")
+        answer.read = asyncio.Event().wait
+        yield answer
 
     @asynccontextmanager
     async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[Answered]:
@@ -379,3 +387,20 @@ async def test_an_address_that_nobody_can_ask_is_a_server_that_is_not_well():
     finally:
         await upstream.close()
     assert "InvalidURL" in server.problem
+
+
+@pytest.mark.asyncio
+async def test_a_list_of_models_that_does_not_end_takes_a_place_and_is_given_up():
+    net = Net()
+    net.router.config = config = net.router.config.model_copy(update={"limit": 1})
+    listing = asyncio.create_task(net.router.models({}))
+    await net.until(lambda: net.router.under_way == 1)
+    with pytest.raises(CapacityError), net.router.place():
+        pass
+    listing.cancel()
+    await asyncio.gather(listing, return_exceptions=True)
+    timeouts = config.timeouts.model_copy(update={"health_s": 0.001})
+    net.router.config = config.model_copy(update={"timeouts": timeouts})
+    with pytest.raises(DeadlineError, match=r"timeouts\.health_s"):
+        await asyncio.wait_for(net.router.models({}), WAIT_S)
+    assert net.router.under_way == 0
