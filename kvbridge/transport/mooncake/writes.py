@@ -17,13 +17,13 @@ following is known from the library's documentation and source, and was run over
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, repeat
 from queue import SimpleQueue
+from threading import Thread
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import AddressArray, Operations
@@ -35,6 +35,7 @@ from kvbridge.transport.mooncake.library import (
     STATUS_UNKNOWN,
     Engine,
 )
+from kvbridge.transport.threads import start_thread
 from kvbridge.transport.windowed import DONE, PENDING, Check, PartlyStartedError, Progress, Submitter
 
 NO_BATCH = frozenset({-1, 0, 2**64 - 1})
@@ -221,15 +222,13 @@ class Waiter:
         self._engine = engine
         self._name = name
         self._queue: SimpleQueue[Batch | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         weakref.finalize(self, self._queue.put, None)
 
     def ask(self, batch: Batch) -> None:
-        """Have the thread fill in `answer` of a batch."""
+        """Have the thread fill in `answer` of a batch. Raises TransportError when the process may have no more threads now."""
         if self._thread is None:
-            arguments = (self._engine, self._queue)
-            self._thread = threading.Thread(target=_answer_all, args=arguments, name=self._name, daemon=True)
-            self._thread.start()
+            self._thread = start_thread(_answer_all, self._engine, self._queue, name=self._name)
         self._queue.put(batch)
 
     def end(self, timeout_s: float) -> bool:

@@ -75,6 +75,7 @@ async def test_a_full_daemon_says_when_to_come_back(http, rooms):
         (b"\xff\xfe", "not valid JSON"),
         (b"", "not valid JSON"),
         (b"[" * 2000, "not valid JSON"),
+        ({"prompt_tokens": 5, "prefill": [{"endpoint": "tcp://h:1"}] * 33}, "at most 32 items"),
     ],
 )
 async def test_a_wrong_body_is_refused_with_its_faults(http, body, expected):

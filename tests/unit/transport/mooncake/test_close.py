@@ -1,6 +1,8 @@
 """The end of a mooncake transport whose library does not return from calls; the library itself is the contract suite's matter."""
 
+import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 
@@ -8,6 +10,7 @@ from kvbridge.config.transports import MooncakeSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.mooncake.library import Engine
 from kvbridge.transport.mooncake.transport import MooncakeTransport
+from kvbridge.transport.mooncake.writes import Batch, Waiter
 from tests.helpers.manual_clock import ManualClock
 
 TIMEOUT_S = 5
@@ -51,3 +54,20 @@ def test_calls_that_return_in_time_keep_nothing_open() -> None:
     transport = transport_with(clock, *(Stuck(clock, returns_at_s=clock() + wait_s) for wait_s in (2, 4)))
     transport.close()
     assert transport._engine._library is None
+
+
+def test_a_thread_that_does_not_start_fails_one_question_and_keeps_no_transport_open(monkeypatch) -> None:
+    def full(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    library = SimpleNamespace(get_batch_transfer_status=lambda _batches: 0)
+    waiter, batch = Waiter(SimpleNamespace(library=library), "waiter"), Batch([], 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", full)
+        with pytest.raises(TransportError, match="no thread can be started"):
+            waiter.ask(batch)
+        assert waiter.end(0.0)
+    waiter = Waiter(SimpleNamespace(library=library), "waiter")
+    waiter.ask(batch)
+    assert waiter.end(20.0)
+    assert batch.answer == 0
