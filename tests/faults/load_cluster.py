@@ -116,6 +116,10 @@ class Seat:
                 self._engine = None
                 engine.close()
                 raise DetachedError(f"the engine of {self._node.name} is gone") from error
+            except AssertionError:  # its late answer would be taken for that to the next call
+                self._engine = None
+                engine.close()
+                raise
 
     @property
     def pid(self) -> int | None:
