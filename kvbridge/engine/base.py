@@ -113,14 +113,16 @@ class Engine(Closing):
         runtime_dir: Path | str,
         regions: Mapping[Rank, Sequence[Region]],
         *,
+        ranks: Iterable[Rank] = (),
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
     ) -> Self:
         """Attach with this process's own tensors as the device pools of each rank that it serves.
 
         `regions`: one `adopted_region` for each component and layer of the rank that is not in the node's own host pool. Keep the
-        tensors where they are until `close` has returned: threads of this process move their bytes. Raises the errors of `attach`,
-        and InvalidInputError for regions that do not fit the model.
+        tensors where they are until `close` has returned: threads of this process move their bytes. Without regions, other
+        processes bring the memory, and this process calls for `ranks` (default: every rank of the node). Raises the errors of
+        `attach`, and InvalidInputError for regions that do not fit the model.
 
         Calls about a room, except `begin` and `claim`, do not wait for an answer: a refusal by the node arrives as an event
         `refused`. A call raises NotReadyError when the node does not read, PeerError when the node is gone.
@@ -131,7 +133,7 @@ class Engine(Closing):
             for worker in workers:
                 stack.callback(worker.close)
             link = EngineLink(runtime_dir, timeout_s=call_timeout_s)
-            engine = cls._attach(link, tuple(regions), regions, workers, on_progress)
+            engine = cls._attach(link, tuple(regions) or tuple(ranks), regions, workers, on_progress)
             stack.pop_all()
         return engine
 
@@ -147,7 +149,7 @@ class Engine(Closing):
         leave_standard_output()
         with ExitStack() as stack:
             stack.callback(link.close)
-            answer = link.attach(cls.role, ranks)
+            answer = link.attach(cls.role, ranks, brings_memory=bool(adopted))
             with present_gpu_kept():
                 memory = EngineMemory(answer, adopted, link.daemon_user, on_progress)
             stack.pop_all()

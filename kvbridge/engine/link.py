@@ -75,12 +75,13 @@ class EngineLink:
         """Return the number for the next call."""
         return next(self._numbers)
 
-    def attach(self, role: Role, ranks: tuple[Rank, ...]) -> Attached:
+    def attach(self, role: Role, ranks: tuple[Rank, ...], *, brings_memory: bool = False) -> Attached:
         """Attach once the node has its memory. A node with adopted memory has it only when its engines have attached."""
         until_s = time.monotonic() + self.timeout_s
         while True:
             try:
-                answer = self.call(Attach(call=self.number(), role=role, ranks=ranks, features=FEATURES), Attached)
+                said = {"role": role, "ranks": ranks, "brings_memory": brings_memory, "features": FEATURES}
+                answer = self.call(Attach(call=self.number(), **said), Attached)
                 break
             except NotReadyError:
                 if time.monotonic() >= until_s:

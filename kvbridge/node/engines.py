@@ -202,8 +202,8 @@ class Engines:
                 f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ranks]}); "
                 "attach to their node"
             )
-        if not message.ranks and self._rooms.settings.adopted and (missing := self._rooms.workers.missing()):
-            raise NotReadyError(f"this engine serves no rank, so there is nothing that it could do yet: {missing}")
+        if not message.brings_memory and self._rooms.settings.adopted and (missing := self._rooms.workers.missing()):
+            raise NotReadyError(f"this engine brings no memory, so there is nothing that it could do yet: {missing}")
         ranks = message.ranks or self._ranks
         answer = self._answer_attach(message.call, ranks)
         agree(answer.features, message.features, us="this node", them="the engine")
@@ -254,8 +254,10 @@ class Engines:
             )
         prefill, held = (message.prefill, message.held) if isinstance(message, Fetch) else ((), False)
         about = {"room": message.room, "generation": message.generation, "prompt_tokens": message.prompt_tokens}
-        request = AdmissionRequest(**about, prefill=prefill, client=CLIENT)
-        self._admission.admit_now(request, engine=AdmittingEngine(engine.name, message.prompt_digest, held))
+        known = self._rooms.book.find(message.room, message.generation)
+        if known is None or not known.lacks(engine.ranks, message.prompt_digest):
+            request = AdmissionRequest(**about, prefill=prefill, client=CLIENT)
+            self._admission.admit_now(request, engine=AdmittingEngine(engine.name, message.prompt_digest, held))
         try:
             for call in calls:
                 self._rooms.calls[type(call)](engine, call)

@@ -167,6 +167,10 @@ class Room(Generic[StateT]):
         """The incarnation of the first node at the other end; empty while there is none."""
         return ""
 
+    def lacks(self, ranks: tuple[Rank, ...], prompt_digest: bytes) -> bool:  # noqa: ARG002 - only prefill has rooms of several engines
+        """Return whether another engine computes this very prompt on other ranks, and the room needs these ranks as well."""
+        return False
+
     @property
     def waits_for(self) -> str:
         """The next thing that has to happen, for people; empty when nothing is waited for."""

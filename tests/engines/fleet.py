@@ -120,7 +120,7 @@ class Fleet:
             return [f"cannot be looked at: {error!r}"]
 
     def _left_at(self, server: Server) -> list[str]:
-        return _left_in(server.node_status()) if server.has_node() else []
+        return [what for one in server.statuses() for what in _left_in(one)] if server.has_node() else []
 
     def end(self) -> None:
         problems: list[BaseException] = []

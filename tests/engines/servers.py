@@ -124,12 +124,17 @@ class Server:
         """Return the processes in which it schedules and computes, without the node."""
         return [one for one in self.tree()[1:] if not processes.is_node(one)]
 
-    def node(self) -> psutil.Process:
-        """Return the node that kvbridge runs beside it. Raises AssertionError when there is none."""
+    def nodes(self) -> list[psutil.Process]:
+        """Return the nodes that kvbridge runs beside it. Raises AssertionError when there is none."""
         nodes = [one for one in self.tree() if processes.is_node(one)]
         found = [one for one in nodes if one.parent() and one.parent() not in nodes]
-        assert len(found) == 1, f"{self.plan.name} has nodes {found}"
-        return found[0]
+        assert found, f"{self.plan.name} has no node"
+        return found
+
+    def node(self) -> psutil.Process:
+        """Return its only node."""
+        (found,) = self.nodes()
+        return found
 
     def scheduler(self) -> psutil.Process:
         """Return the process that schedules: the node's parent. Raises AssertionError."""
@@ -169,21 +174,20 @@ class Server:
         raise NotImplementedError
 
     def node_status(self) -> dict[str, Any]:
-        """Return what kvbridge's node beside it says of itself."""
-        return self._node_says("/status")
+        """Return what kvbridge's only node beside it says of itself."""
+        return _says(self.node(), "/status")
+
+    def statuses(self) -> list[dict[str, Any]]:
+        """Return what all nodes beside it say of themselves."""
+        return [_says(node, "/status") for node in self.nodes()]
 
     def room(self, room: int) -> dict[str, Any]:
         """Return what kvbridge's node beside it says of a room."""
-        return self._node_says(f"/v1/requests/{room}")
-
-    def _node_says(self, path: str) -> dict[str, Any]:
-        endpoint = json.loads((processes.config_of(self.node()).parent / "daemon.json").read_text())
-        answer = httpx.get(f"{endpoint['http_url']}{path}", timeout=20.0, trust_env=False)
-        return dict(answer.raise_for_status().json())
+        return _says(self.node(), f"/v1/requests/{room}")
 
     def rooms_completed(self) -> int:
-        """Return how many rooms kvbridge's node has completed."""
-        return sum(int(peer["rooms_completed"]) for peer in self.node_status()["traffic"].values())
+        """Return how many rooms kvbridge's nodes have completed."""
+        return sum(int(peer["rooms_completed"]) for one in self.statuses() for peer in one["traffic"].values())
 
     def forget(self) -> None:
         """Forget the prefix cache."""
@@ -199,6 +203,12 @@ class Server:
         if answer.status_code != 200:
             return Answer(answer.status_code, reason=answer.text[:800], seconds=seconds)
         return replace(read(answer.json()), seconds=seconds)
+
+
+def _says(node: psutil.Process, path: str) -> dict[str, Any]:
+    endpoint = json.loads((processes.config_of(node).parent / "daemon.json").read_text())
+    answer = httpx.get(f"{endpoint['http_url']}{path}", timeout=20.0, trust_env=False)
+    return dict(answer.raise_for_status().json())
 
 
 @dataclass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.client
+import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -43,18 +45,20 @@ def iter_nodes() -> Callable[[], GroupNode]:
 @pytest.fixture
 def directory() -> Iterator[str]:
     made = NodeDirectory("127.0.0.1", 0)
-    host, port = made._server.server_address[:2]
+    host, port = made.server_address[:2]
     yield f"{host}:{port}"
-    made._server.shutdown()
-    made._server.server_close()
+    made.shutdown()
+    made.server_close()
 
 
-def put(directory: str, body: str, source: str = "127.0.0.1", **headers: str) -> tuple[int, str]:
+def ask(
+    directory: str, method: str, path: str, body: str, source: str = "127.0.0.1", **headers: str
+) -> tuple[int, Any]:
     connection = http.client.HTTPConnection(directory, timeout=10, source_address=(source, 0))
     try:
-        connection.request("PUT", PATH, body=body, headers=headers)
+        connection.request(method, path, body=body, headers=headers)
         answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+        return answer.status, json.loads(answer.read())
     finally:
         connection.close()
 
@@ -75,10 +79,25 @@ def test_a_server_is_known_when_all_of_its_groups_have_registered(directory: str
         servers.close()
 
 
+def test_decode_asks_which_group_computes_a_room(directory: str) -> None:
+    """The question is SGLang's own, and a room is known at once."""
+    first, second = (Announcement(f"http://{directory}", lambda rank=rank: node(rank)) for rank in (0, 1))
+    room = 2**62 + 5
+    try:
+        second.computes(room)
+        body = json.dumps({"bootstrap_rooms": [room, 7]})
+        eventually(
+            "the room is known", lambda: ask(directory, "POST", "/query_dp_ranks", body) == (200, {str(room): 1})
+        )
+    finally:
+        first.close()
+        second.close()
+
+
 def test_nobody_registers_a_node_from_another_host(directory: str) -> None:
     """Decode would take the KV cache from whoever did."""
-    status, why = put(directory, node(0).model_dump_json(), source="127.0.0.2")
-    assert (status, "its own host" in why) == (403, True)
+    status, why = ask(directory, "PUT", PATH, node(0).model_dump_json(), source="127.0.0.2")
+    assert (status, "its own host" in why["error"]) == (403, True)
 
 
 def test_no_address_that_a_request_names_keeps_another_server_unknown(
@@ -98,9 +117,10 @@ def test_no_address_that_a_request_names_keeps_another_server_unknown(
         servers.close()
 
 
+@pytest.mark.parametrize("method", ["PUT", "POST"])
 @pytest.mark.parametrize("headers", [{}, {"Content-Length": "many"}, {"Content-Length": "-1"}])
-def test_a_body_that_cannot_be_read_is_answered(directory: str, headers: dict[str, str]) -> None:
-    assert put(directory, "{}", **headers)[0] == 400
+def test_a_body_that_cannot_be_read_is_answered(directory: str, method: str, headers: dict[str, str]) -> None:
+    assert ask(directory, method, PATH, "{}", **headers)[0] == 400
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.engines import servers
 from tests.engines.fleet import CHUNK_TOKENS
 from tests.engines.prompts import Answer, distances
@@ -39,6 +41,7 @@ class Plan(servers.Plan):
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of kvbridge's node."""
     page_tokens: int = PAGE_TOKENS
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def environment() -> dict[str, str]:
@@ -73,7 +76,7 @@ class Server(servers.Server):
             *("--chunked-prefill-size", str(CHUNK_TOKENS), "--max-total-tokens", str(POOL_TOKENS)),
             *("--max-running-requests", "16", "--context-length", "4096", *_PROCESSOR, *self._split(), *plan.arguments),
         ]
-        return command, environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings)}
+        return command, environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings), **plan.variables}
 
     def _split(self) -> list[str]:
         if not self.plan.mode:
@@ -84,6 +87,10 @@ class Server(servers.Server):
         return found + (
             ["--disaggregation-decode-retraction-backup", "cpu_tensor"] if self.plan.mode == "decode" else []
         )
+
+    def ranks(self) -> list[psutil.Process]:
+        """Return the scheduler's process of each rank."""
+        return sorted((one for one in self.tree() if one.name().startswith("sglang::sched")), key=lambda one: one.pid)
 
     def has_node(self) -> bool:
         return bool(self.plan.mode) and self.plan.backend == "kvbridge"

@@ -53,6 +53,8 @@ class Attach(Call, type="attach"):
 
     role: Role
     ranks: tuple[Rank, ...] = ()
+    brings_memory: bool = False
+    """Adopted pools: this process has the memory of the ranks. Any other engine attaches when the memory of all ranks is there."""
     features: Features = Features()
 
 
@@ -78,6 +80,7 @@ class Admit(RoomCall, type="admit"):
 class Hold(RoomCall, type="hold"):
     """Prefill, adopted pools: admit a room for a prompt that this engine computes or has computed, and hold its pages for decode.
 
+    Engines of other ranks of the node say the same of the room, in any order: the first one admits it, the others begin it as well.
     Stands for admission, Begin, Publish and Finish, as far as each is known. A refused Hold leaves nothing behind.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from kvbridge.core.errors import (
     PeerError,
     code_of,
 )
-from kvbridge.core.ids import Role, Tables
+from kvbridge.core.ids import Rank, Role, Tables
 from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
 from kvbridge.engine.base import Engine
@@ -45,15 +46,16 @@ class _Unsent(NamedTuple):
 
 
 class NodeAttachment:
-    """One process of an engine at its node of one role, serving no rank. For one thread, which never waits.
+    """One process of an engine at its node of one role, without any memory. For one thread, which never waits.
 
     Another incarnation of the node knows nothing of the rooms of this one. Therefore the thread attaches again only when the user
     has given up the attachment before, and the user takes up the next one only in `events`. Calls that the node does not read are
     kept in their order, sent when it reads again, and lost with the node.
     """
 
-    def __init__(self, role: Role, runtime_dir: Path) -> None:
-        self._role = role
+    def __init__(self, role: Role, runtime_dir: Path, ranks: Sequence[Rank] = ()) -> None:
+        """`ranks`: those for which the calls are; empty for all ranks of the node."""
+        self._role, self._ranks = role, ranks
         self._runtime_dir = runtime_dir
         self._made: Engine | None = None
         """The thread's latest attachment; None once the user has given it up."""
@@ -91,7 +93,9 @@ class NodeAttachment:
 
     def _attach(self) -> Engine | None:
         try:
-            return ENGINES[self._role].adopt(self._runtime_dir, {}, call_timeout_s=ATTEMPT_S, on_progress=None)
+            return ENGINES[self._role].adopt(
+                self._runtime_dir, {}, ranks=self._ranks, call_timeout_s=ATTEMPT_S, on_progress=None
+            )
         except Exception as error:  # noqa: BLE001 - without this thread the node would never be attached to again
             why_not = str(error) or type(error).__name__
             by_itself = isinstance(error, BridgeError) and not isinstance(error, ConfigError)

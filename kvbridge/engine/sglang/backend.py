@@ -1,15 +1,17 @@
 """SGLang's transfer classes over kvbridge: manager, sender, receiver and directory. SGLang's schedulers call them.
 
-A scheduler process has one manager for its rank. The first rank of an attention group runs the node and gives the node its orders.
-Every rank serves its own pools and hears the node's events. Only the start of a manager raises, for the person who starts SGLang. A
-later error ends one request.
+A scheduler process has one manager for its rank. The first rank of a data-parallel group runs the node. The first rank of each
+pipeline stage gives the node its orders. Every rank serves its own pools and hears the node's events. Only the start of a manager
+raises, for the person who starts SGLang. A later error ends one request.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -49,17 +51,22 @@ log = structlog.get_logger(__name__)
 
 SPACES = {"swa": IndexSpace.SWA, "c128_state": IndexSpace.REQUEST}
 """The index space of each kind of state pages, by the values of SGLang's `StateType`, whose names differ between releases."""
-
-
+OTHER_RANK = "another rank of this server has failed the request, and says why in its log"
 RoomT = TypeVar("RoomT", SentRoom, FetchedRoom)
 
 
 class TransferError(Exception):
     """The end of a transfer, in words that SGLang gives to the client."""
 
+    is_from_another_rank = False
+    """SGLang reads it: the other rank's log has the reason."""
+
 
 class KvbridgeManager(BaseKVManager):
     """One rank's part of the node beside SGLang."""
+
+    enable_deferred_decode_kv_release = True
+    """SGLang keeps the pages of a failed request until `is_abort_release_safe` says so on every rank."""
 
     def __init__(
         self,
@@ -81,6 +88,9 @@ class KvbridgeManager(BaseKVManager):
         self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_item_lens)
         self.page_tokens = args.page_size
         self.enable_all_cp_ranks_for_transfer = False
+        self._executor = ThreadPoolExecutor(1, "kvbridge-dp-ranks")
+        self.held: dict[int, FetchedRoom] = {}
+        """By SGLang's number, failed rooms whose pages SGLang keeps."""
         self.instance = instance = read_instance(role, server_args, get_parallel(), version=sglang.__version__)
         scheduler = queue.scheduler
         pools = read_pools(
@@ -104,27 +114,37 @@ class KvbridgeManager(BaseKVManager):
         )
         place = instance.place
         with ExitStack() as stack:
-            if instance.leads:
+            if instance.runs_node:
                 devices = {rank: told.device for rank, told in ranks.items()}
                 node = open_node(NodePlan(place, cache, instance.tp_size, devices))
                 stack.callback(node.close)
                 if role is Role.PREFILL:
-                    announcement = Announcement(instance.bootstrap_url, partial(_group_node, instance, node))
-                    stack.callback(announcement.close)
+                    self._announcement = Announcement(instance.bootstrap_url, partial(_group_node, instance, node))
+                    stack.callback(self._announcement.close)
             regions = rank_regions(cache.geometry, pools, instance.rank)
             self._serve = partial(AdoptedWorker, place.runtime_dir, instance.rank, regions)
             self._worker = self._serve()
             stack.callback(lambda: self._worker.close())  # noqa: PLW0108 - it may be another one by then
-            attachment = NodeAttachment(role, place.runtime_dir)
+            attachment = NodeAttachment(role, place.runtime_dir, instance.led)
             stack.callback(attachment.close)
             attachment.begin()
-            attachment.wait(START_S)
+            attachment.wait(2 * START_S)  # for the node, and then for the slowest rank
             self.guard = Guard(lambda _code: None)
-            self.rooms = Rooms(attachment, leads=instance.leads, ends=lambda: self._worker.ends())  # noqa: PLW0108 - the worker is replaced
+            receives = queue.transfer_queue if role is Role.DECODE else None
+            holds_back = hasattr(receives, "enable_deferred_kv_release")  # not in SGLang 0.5.17
+            if holds_back:
+                receives.enable_deferred_kv_release = True
+                receives.deferred_kv_release_timeout = math.inf  # no timer frees a page
+            self.rooms = Rooms(attachment, leads=bool(instance.led), holds_back=holds_back)
             self.rooms.look()
             self.prefill_info_table = PrefillServers() if role is Role.DECODE else {}
             self._closing = stack.pop_all()
         atexit.register(self.teardown)
+
+    def look(self) -> None:
+        """Take the node's events. An error here ends no request."""
+        with self.guard.over("poll"):
+            self.rooms.look()
 
     def register_to_bootstrap(self) -> None:
         """The announcement does that, again and again."""
@@ -135,6 +155,31 @@ class KvbridgeManager(BaseKVManager):
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the nodes of a prefill server are known; a thread asks for them."""
         return isinstance(self.prefill_info_table, PrefillServers) and self.prefill_info_table.name(bootstrap_addr)
+
+    def _ensure_prefill_recompute_executor(self) -> ThreadPoolExecutor:
+        """SGLang asks prefill servers here which group computes which room, where the room does not say so."""
+        return self._executor
+
+    def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
+        """Whether nobody writes to the pages of a failed request any more. The rank that leads knows for all ranks."""
+        self.look()
+        held = self.held.get(bootstrap_room) if self.rooms.leads else None
+        return held is None or not held.may_be_written
+
+    def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
+        self.held.pop(bootstrap_room, None)
+
+    def computes(self, bootstrap_room: int) -> str:
+        """Let decode know which group computes a room. Returns why decode would look for it elsewhere."""
+        one = self.instance
+        if one.dp_size == 1 or not bootstrap_room:
+            return ""
+        if not one.follows_room:
+            if one.runs_node:
+                self._announcement.computes(bootstrap_room)
+            return ""
+        group = bootstrap_room % one.dp_size
+        return "" if group == one.dp_rank else f"group {one.dp_rank} has got it, and decode will ask group {group}"
 
     def room(self, kind: type[RoomT], bootstrap_room: int | None) -> RoomT:
         """Return the room of the request that a sender or a receiver is being made for. It has failed if it cannot be."""
@@ -210,8 +255,7 @@ class _OneRoom:
     _room: SentRoom | FetchedRoom
 
     def poll(self) -> int:
-        with self.kv_mgr.guard.over("poll"):
-            self.kv_mgr.rooms.look()
+        self.kv_mgr.look()
         return self._room.poll
 
     poll_pp_consensus = poll
@@ -224,7 +268,11 @@ class _OneRoom:
         return _metric(self._room.event)
 
     def failure_exception(self) -> None:
-        raise TransferError(self._room.reason or "it has not failed")
+        """Raise the reason. SGLang calls this on every rank when one of them says that the room has failed."""
+        error = TransferError(self._room.reason or OTHER_RANK)
+        error.is_from_another_rank = not self._room.reason
+        self.kv_mgr.rooms.give_up(self._room, OTHER_RANK)
+        raise error
 
     def clear(self) -> None:
         self.kv_mgr.rooms.forget(self._room)
@@ -246,6 +294,8 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
         """Set by SGLang's overlap schedule for the next pages that are sent: a CUDA event after which they are final."""
         self._room: SentRoom = mgr.room(SentRoom, bootstrap_room)
         self._aux_index = 0
+        if not req_has_disagg_prefill_dp_rank and (why_not := mgr.computes(bootstrap_room)):
+            self._room.fail(f"bootstrap_room {bootstrap_room}: {why_not}")
         if not self._room.is_over:
             self._room.hold()
 
@@ -272,6 +322,10 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
         metadata = self.kv_mgr.metadata.read(self._aux_index) if is_last else None
         room.publish(tokens, tables, metadata, is_final=final.query if final else lambda: True)
 
+    def failure_exception(self) -> None:
+        self.clear()  # SGLang does not, on prefill
+        super().failure_exception()
+
     def abort(self) -> None:
         self.give_up("prefill's request was aborted")
         self.clear()
@@ -286,7 +340,7 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
 
     def __init__(self, mgr: KvbridgeManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         self.kv_mgr = mgr
-        self._addr = bootstrap_addr
+        self._addr, self._number = bootstrap_addr, bootstrap_room or 0
         self._room: FetchedRoom = mgr.room(FetchedRoom, bootstrap_room)
         self._aux_index: int | None = None
         mgr.try_ensure_parallel_info(bootstrap_addr)
@@ -351,7 +405,10 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
             self.kv_mgr.metadata.write(self._aux_index, data)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Nothing is written any more once `poll` says Failed."""
+        """SGLang reads `abort_notified` afterwards, and keeps the pages of a failed request if any rank says so."""
+        self.abort_notified = self._room.may_be_written
+        if self.abort_notified:
+            self.kv_mgr.held[self._number] = self._room
 
     def abort(self) -> None:
         self.give_up("decode's request was aborted")

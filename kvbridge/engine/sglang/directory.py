@@ -7,9 +7,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -31,12 +32,14 @@ BODY_BYTES = 1 << 16
 """Limit of a registration and of an answer: clients name the servers that decode asks."""
 MOST_NAMED = 256
 """Prefill servers that are asked. The one that no request has named for longest makes room for another."""
+ROOMS_TOLD, ROOMS_KEPT = 1_000, 65_536
+"""Limits of rooms in one announcement, and in a directory: the oldest go."""
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 """Nodes are reached without a proxy, whatever the environment names."""
 
 
 class GroupNode(FrozenModel):
-    """The node of one data-parallel group."""
+    """The node of one data-parallel group, and the rooms that the group has got since it told of them last."""
 
     dp_rank: NonNegative
     dp_size: Positive
@@ -44,6 +47,17 @@ class GroupNode(FrozenModel):
     address: PeerAddress
     http_port: NonNegative
     """Of the prefill server itself."""
+    rooms: tuple[int, ...] = ()
+    """SGLang's numbers."""
+
+
+class RoomQuery(FrozenModel):
+    """SGLang's question which data-parallel ranks have got some rooms (`query_prefill_dp_ranks`)."""
+
+    bootstrap_rooms: tuple[int, ...]
+
+
+SaidT = TypeVar("SaidT", GroupNode, RoomQuery)
 
 
 class PrefillServer(FrozenModel):
@@ -57,85 +71,113 @@ class PrefillServer(FrozenModel):
     http_port: NonNegative
 
 
-class NodeDirectory:
+class NodeDirectory(ThreadingHTTPServer):
     """The directory of one prefill server, in its launcher. SGLang makes it and never closes it."""
 
     def __init__(self, host: str, port: int) -> None:
         """Listen. Raises OSError when the port is taken."""
-        nodes: dict[int, GroupNode] = {}
+        self.nodes: dict[int, GroupNode] = {}
+        self.group_of: dict[int, int] = {}
+        """The data-parallel rank that computes a room, for the latest rooms."""
+        super().__init__((host, port), _Handler)
+        threading.Thread(target=self.serve_forever, name="kvbridge-directory", daemon=True).start()
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = ASK_S
 
-            def do_PUT(self) -> None:
-                if self.client_address[0] != self.connection.getsockname()[0]:
-                    self._answer(403, {"error": "nodes of this prefill server register from its own host only"})
-                    return
-                try:
-                    size = int(self.headers.get("Content-Length") or 0)
-                    node = GroupNode.model_validate_json(self.rfile.read(max(0, min(size, BODY_BYTES))))
-                except ValueError as error:
-                    self._answer(400, {"error": str(error)})
-                    return
-                nodes[node.dp_rank] = node
-                self._answer(200, {})
+class _Handler(BaseHTTPRequestHandler):
+    timeout = ASK_S
+    server: NodeDirectory
 
-            def do_GET(self) -> None:
-                first = next(iter(nodes.values()), None)
-                if self.path != PATH or first is None or len(nodes) < first.dp_size:
-                    self._answer(404, {"error": f"{len(nodes)} nodes of this prefill server have registered"})
-                    return
-                addresses = {rank: node.address for rank, node in sorted(nodes.items())}
-                told = PrefillServer(
-                    dp_size=first.dp_size,
-                    follow_bootstrap_room=first.follows_room,
-                    nodes=addresses,
-                    http_port=first.http_port,
-                )
-                self._answer(200, told.model_dump(mode="json"))
+    def do_PUT(self) -> None:
+        if self.client_address[0] != self.connection.getsockname()[0]:
+            self._answer(403, {"error": "nodes of this prefill server register from its own host only"})
+        elif (node := self._said(GroupNode)) is not None:
+            group_of = self.server.group_of
+            self.server.nodes[node.dp_rank] = node
+            group_of.update(dict.fromkeys(node.rooms, node.dp_rank))
+            for room in list(group_of)[: max(0, len(group_of) - ROOMS_KEPT)]:
+                group_of.pop(room, None)
+            self._answer(200, {})
 
-            def _answer(self, status: int, body: object) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+    def do_POST(self) -> None:
+        if (asked := self._said(RoomQuery)) is not None:
+            group_of = self.server.group_of
+            self._answer(200, {str(room): group_of[room] for room in asked.bootstrap_rooms if room in group_of})
 
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as its base names it
-                """Decode asks each second."""
+    def do_GET(self) -> None:
+        nodes = self.server.nodes
+        first = next(iter(nodes.values()), None)
+        if self.path != PATH or first is None or len(nodes) < first.dp_size:
+            self._answer(404, {"error": f"{len(nodes)} nodes of this prefill server have registered"})
+            return
+        addresses = {rank: node.address for rank, node in sorted(nodes.items())}
+        told = PrefillServer(
+            dp_size=first.dp_size,
+            follow_bootstrap_room=first.follows_room,
+            nodes=addresses,
+            http_port=first.http_port,
+        )
+        self._answer(200, told.model_dump(mode="json"))
 
-        self._server = ThreadingHTTPServer((host, port), Handler)
-        threading.Thread(target=self._server.serve_forever, name="kvbridge-directory", daemon=True).start()
+    def _said(self, kind: type[SaidT]) -> SaidT | None:
+        try:
+            size = int(self.headers.get("Content-Length") or 0)
+            return kind.model_validate_json(self.rfile.read(max(0, min(size, BODY_BYTES))))
+        except ValueError as error:
+            self._answer(400, {"error": str(error)})
+            return None
+
+    def _answer(self, status: int, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - as its base names it
+        """Decode asks each second."""
 
 
 class Announcement:
-    """Tells the directory the address of a node, again whenever the address changes or the directory has forgotten it."""
+    """Tells the directory the address of a node every second, and at once the rooms that the node's group has got."""
 
     def __init__(self, url: str, node: Callable[[], GroupNode | None]) -> None:
         self._url, self._node = url, node
-        self._stop = threading.Event()
+        self._rooms: deque[int] = deque(maxlen=ROOMS_KEPT)
+        self._changed = threading.Event()
+        self._stop = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-announce", daemon=True)
         self._thread.start()
 
+    def computes(self, room: int) -> None:
+        """The group has got a room, whose number does not say so. This does not wait."""
+        self._rooms.append(room)
+        self._changed.set()
+
     def _run(self) -> None:
         why_not = ""
-        while not self._stop.is_set():
+        while not self._stop:
+            self._changed.clear()
+            rooms: list[int] = []
             try:
                 if (node := self._node()) is not None:
+                    rooms = [self._rooms.popleft() for _ in range(min(len(self._rooms), ROOMS_TOLD))]
+                    told = node.model_copy(update={"rooms": tuple(rooms)})
                     request = urllib.request.Request(  # noqa: S310 - the URL is made of SGLang's own host and port
-                        f"{self._url}{PATH}", data=node.model_dump_json().encode(), method="PUT"
+                        f"{self._url}{PATH}", data=told.model_dump_json().encode(), method="PUT"
                     )
                     _open(request, timeout=ASK_S).close()
                     why_not = ""
             except Exception as error:  # noqa: BLE001 - without this thread the node would never be announced again
+                self._rooms.extendleft(reversed(rooms))
                 if str(error) != why_not:
                     why_not = str(error)
                     log.warning("not_announced", directory=self._url, reason=why_not)
-            self._stop.wait(LOOK_S)
+            self._changed.wait(LOOK_S)
 
     def close(self) -> None:
-        self._stop.set()
+        self._stop = True
+        self._changed.set()
         self._thread.join(ASK_S + LOOK_S)
 
 

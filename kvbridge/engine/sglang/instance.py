@@ -37,9 +37,14 @@ class Instance:
     settings: Mapping[str, Any]
 
     @property
-    def leads(self) -> bool:
-        """Whether this process runs the node, and gives the node its orders."""
+    def runs_node(self) -> bool:
+        """Whether the node is a child of this process."""
         return self.rank == Rank(pp=0, tp=0)
+
+    @property
+    def led(self) -> tuple[Rank, ...]:
+        """The ranks for which this process gives the node its orders: those of its pipeline stage; none behind the first one."""
+        return () if self.rank.tp else tuple(Rank(pp=self.rank.pp, tp=tp) for tp in range(self.tp_size))
 
     @property
     def place(self) -> NodePlace:
@@ -65,9 +70,9 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
 
     Raises UnsupportedError for a split that kvbridge does not serve, ConfigError for the user's settings.
     """
-    _require_supported(arguments, parallel)
-    dp_size = parallel.dp_size
-    dp_rank = (parallel.attn_dp_rank if parallel.enable_dp_attention else getattr(parallel, "dp_rank", 0)) or 0
+    _require_supported(role, arguments, parallel)
+    # Of DP attention or of replicas: SGLang has one of them.
+    dp_rank = parallel.attn_dp_rank or getattr(parallel, "dp_rank", 0) or 0
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(arguments.host, arguments.host)  # noqa: S104 - a wildcard, not a listener
     return Instance(
         role=role,
@@ -75,7 +80,7 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
         tp_size=parallel.attn_tp_size,
         pp_size=parallel.pp_size,
         dp_rank=dp_rank,
-        dp_size=dp_size,
+        dp_size=getattr(parallel, "num_dp_ranks", parallel.dp_size),
         engine_id=f"{host}-{arguments.port}-dp{dp_rank}",
         http_port=arguments.port,
         bootstrap_url=f"http://{_bracketed(host)}:{arguments.disaggregation_bootstrap_port}",
@@ -97,10 +102,10 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _require_supported(arguments: Any, parallel: Any) -> None:
+def _require_supported(role: Role, arguments: Any, parallel: Any) -> None:
     """Refuse what a transfer cannot serve, with the way out."""
-    if parallel.attn_tp_size * parallel.pp_size > 1:
-        refuse("a server has one rank so far: leave --tp-size and --pp-size at 1, or split by data parallelism")
+    if role is Role.DECODE and parallel.pp_size > 1:
+        refuse("decode has one pipeline stage: leave --pp-size at 1 on decode; prefill may have several")
     if parallel.attn_cp_size > 1:
         refuse(
             "context parallelism spreads the tokens of a page over ranks: leave --attention-context-parallel-size at 1"

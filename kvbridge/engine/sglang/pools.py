@@ -202,7 +202,7 @@ def instance_geometry(
     """
     first = ranks[Rank(pp=0, tp=0)]
     stages: dict[int, RankPools] = {}
-    for rank, pools in sorted(ranks.items()):
+    for rank, pools in sorted(ranks.items(), key=lambda item: (item[0].pp, item[0].tp)):
         known = stages.setdefault(rank.pp, pools)
         if [(one.kind, one.layer, one.page_bytes) for one in pools.buffers] != [
             (one.kind, one.layer, one.page_bytes) for one in known.buffers
@@ -216,6 +216,9 @@ def instance_geometry(
             for kind in first.kinds
         )
     )
+    if first.config is None and SHARDED.intersection(first.kinds):
+        # A rank's heads lie together in a page, so another split has other pages.
+        facts = {**facts, "attention_heads": f"split over {tp_size} ranks (--tp-size)"}
     starts = [min(buffer.layer for buffer in stage.buffers) for stage in stages.values()]
     if starts != sorted(starts):
         raise UnsupportedError(f"the pipeline stages begin with the layers {starts}, which are not in order")

@@ -1,8 +1,8 @@
 """The rooms of one scheduler process of SGLang, and what it may say of each: the states of SGLang's `KVPoll`.
 
 SGLang's scheduler calls all methods on its main thread, thousands of times a minute. No method waits or raises.
-The first rank of an instance gives orders. The other ranks hear the node's events, and say `SUCCESS` until an event says otherwise:
-SGLang takes the lowest state of all ranks.
+The first rank of each pipeline stage *leads*: it gives the node the orders for the ranks of its stage. The other ranks hear the
+node's events, and say `SUCCESS` until an event says otherwise: SGLang takes the lowest state of all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, P
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.transfers import LAST_EVENTS, prompt_digest
-from kvbridge.engine.memory import WorkerEnd
 
 log = structlog.get_logger(__name__)
 
@@ -98,7 +97,7 @@ class Room:
     reason: str = ""
     """Why it failed."""
     event: RoomEvent | None = None
-    """Its last event."""
+    """Its last event, or the node's refusal: no rank reads or writes a page of it any more."""
     owed: deque[Callable[[], bool]] = field(default_factory=deque)
     """Orders that wait for the node, in their order."""
     given_up: bool = False
@@ -112,52 +111,52 @@ class Room:
         """The rank's answer to SGLang."""
         return int(self.state if self.rooms.leads or self.state is Poll.FAILED else Poll.SUCCESS)
 
+    @property
+    def may_be_written(self) -> bool:
+        """Whether a transport of any rank may still write to its pages of SGLang, as far as this rank can know."""
+        return False
+
     def fail(self, reason: str) -> None:
         if not self.is_over:
             self.state, self.reason = Poll.FAILED, reason
 
     def stop(self, reason: str) -> None:
-        """Give the room up."""
+        """Give the room up. A room with pages fails at its last event: nobody writes to its pages any more then."""
         self.rooms.give_up(self, reason)
-        self.fail(reason)
+        if not self.may_be_written:
+            self.fail(reason)
 
     def heard(self, event: RoomEvent) -> None:
-        if event.generation not in {0, self.generation} or self.is_over:
+        if event.generation not in {0, self.generation} or event.kind not in LAST_EVENTS | {"refused"}:
             return
-        if event.kind == "refused":
-            self.fail(event.reason)
+        self.event = self.event or event
+        if self.is_over:
+            return
+        if event.kind in {"committed", "completed"}:
+            self.succeed(event)
+        elif event.kind == "refused":
             if not event.generation:  # of a later order; nothing is left of a refused Hold or Fetch
                 self.rooms.give_up(self, event.reason)
-        elif event.kind in LAST_EVENTS:
-            self.event = event
-            if event.kind in {"committed", "completed"}:
-                self.succeed(event)
-            else:
-                self.fail(f"{event.code}: {event.reason}")
+            self.fail(event.reason)
+        else:
+            self.fail(f"{event.code}: {event.reason}")
 
     def succeed(self, event: RoomEvent) -> None:  # noqa: ARG002 - decode reads the metadata from it
         self.state = Poll.SUCCESS
 
     def lose(self, node: str) -> None:  # noqa: ARG002 - decode waits for the end of its writers
         """The node is gone. Late readers of pages do no harm: the room never commits."""
-        self.fail(NODE_ENDED)
-
-    def closed(self, nodes: set[str]) -> None:
-        """This rank moves nothing any more for these incarnations of the node."""
+        if self.told:
+            self.fail(NODE_ENDED)
 
 
 class Rooms:
     """The rooms of one rank."""
 
-    def __init__(
-        self, attachment: NodeAttachment, *, leads: bool, ends: Callable[[], Sequence[WorkerEnd]] = tuple
-    ) -> None:
-        """`ends` tells the ends of this process's rank worker since its last call."""
+    def __init__(self, attachment: NodeAttachment, *, leads: bool, holds_back: bool = False) -> None:
+        """`holds_back`: SGLang keeps the pages of a failed room until `may_be_written` says no."""
         self.attachment = attachment
-        self.leads = leads
-        self._ends = ends
-        self._closed: set[str] = set()
-        """Incarnations of the node for which the rank worker has closed its transports."""
+        self.leads, self.holds_back = leads, holds_back
         self._of: dict[int, Room] = {}
         self._ending: set[int] = set()
         """Rooms that were given up: their bytes may be moved until their last event."""
@@ -201,11 +200,8 @@ class Rooms:
         if self.node != self._known:
             lost, self._known = self._known, self.node
             self._ending.clear()
-            for room in [room for room in self._of.values() if room.told]:
+            for room in self._of.values() if lost else ():
                 room.lose(lost)
-        self._closed.update(end.node for end in self._ends())
-        for room in self._of.values():
-            room.closed(self._closed)
         for room in [room for room in self._of.values() if room.owed and self._known]:
             self._pay(room)
 
@@ -229,7 +225,7 @@ class Rooms:
     def give_up(self, room: Room, reason: str) -> None:
         """Tell the node that nobody wants the room any more."""
         room.owed.clear()
-        if self.leads and room.told and not room.given_up and room.event is None:
+        if room.told and not (room.given_up or room.is_over):
             room.given_up = True
             self._ending.add(room.id)
             self.attachment.say(AbortRoom, room.id, reason=reason[:REASON_CHARS])
@@ -325,9 +321,31 @@ class FetchedRoom(Room):
     accept: Callable[[RoomEvent], None] = lambda _: None
     """Takes the metadata of a committed room, into this rank's own row."""
     named: bool = False
-    """Whether the node may write to pages of SGLang."""
+    """Whether pages of SGLang were named to the node."""
     lost: str = ""
-    """Incarnation of a node that is gone, and for which transports may still write."""
+    """The incarnation of the node that knew of the room, and is gone."""
+
+    @property
+    def poll(self) -> int:
+        """The rank's answer to SGLang.
+
+        SGLang gives pages to no room before every rank can hear how it ends: a rank that misses the last event never gets its row.
+        """
+        if self.state is Poll.FAILED and self.may_be_written and not self.rooms.holds_back:
+            return int(Poll.TRANSFERRING)
+        hears = self.told if self.rooms.leads else self.state is not Poll.BOOTSTRAPPING and self.rooms.node
+        return super(FetchedRoom, self).poll if hears or self.is_over else int(Poll.BOOTSTRAPPING)
+
+    @property
+    def may_be_written(self) -> bool:
+        """As `Room.may_be_written`.
+
+        A process attaches to another incarnation of the node when all ranks serve that incarnation. A rank serves none before it
+        has closed the transports of the one before.
+        """
+        if not self.named or self.event is not None or (self.rooms.leads and not self.told):
+            return False
+        return not self.lost or self.rooms.node in {"", self.lost}
 
     def fetch(self, prefill: Sequence[PeerAddress]) -> None:
         """Tell prefill that this server comes for the room: prefill waits without a limit."""
@@ -354,20 +372,9 @@ class FetchedRoom(Room):
         self.rooms.order(self, lambda: self.rooms.say(self, Provide, tables=tables, prefix_tokens=prefix_tokens))
 
     def lose(self, node: str) -> None:
-        """SGLang frees the pages of a failed room, so a room with pages fails when no transport can write to them any more."""
-        if self.named:
+        """The node is gone. `may_be_written` says when its pages can be used again."""
+        if self.told or (self.named and not self.rooms.leads):
             self.lost = node
-        else:
-            self.fail(NODE_ENDED)
-
-    def stop(self, reason: str) -> None:
-        """Give the room up. A room of which the node knows fails at its last event: nobody writes to its pages any more then."""
-        self.rooms.give_up(self, reason)
-        if not self.given_up:
-            self.fail(reason)
-
-    def closed(self, nodes: set[str]) -> None:
-        if self.lost and self.lost in nodes:
             self.fail(NODE_ENDED)
 
     def succeed(self, event: RoomEvent) -> None:

@@ -145,6 +145,14 @@ class PrefillRoom(Room[PrefillState]):
         """Whether an engine has begun it on any rank."""
         return any(work.engine for work in self.ranks.values())
 
+    def lacks(self, ranks: tuple[Rank, ...], prompt_digest: bytes) -> bool:
+        alive = self.begun and not (self.over or self.stopping)
+        return (
+            alive
+            and self.admitted_by.prompt_digest == prompt_digest
+            and not any(self.ranks[rank].engine for rank in ranks)
+        )
+
     @property
     def waits_for(self) -> str:
         begin = "" if self.begun else "a prefill engine to begin it, and for "

@@ -18,10 +18,9 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.pages import MOST_PAGES
-from kvbridge.core.ids import MAX_ROOM, IndexSpace, Rank
+from kvbridge.core.ids import MAX_ROOM, IndexSpace
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
-from kvbridge.engine.memory import WorkerEnd
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import add_member
 from kvbridge.engine.sglang.pools import Buffer, RankPools, require_nameable
@@ -39,7 +38,6 @@ from kvbridge.engine.sglang.rooms import (
 from kvbridge.worker.lifecycle import UnclosedError
 from tests.helpers.cluster import eventually
 
-R0 = Rank(pp=0, tp=0)
 NODE = [PeerAddress(endpoint="tcp://127.0.0.1:7")]
 
 
@@ -241,11 +239,12 @@ def test_a_client_that_names_no_attempt_has_the_first_one(told: Any) -> None:
 
 def test_a_room_is_stopped_by_another_thread_at_the_next_look(rooms: Rooms, attachment: Attachment) -> None:
     known, unknown = fetched(rooms), FetchedRoom(2, Prompt(40, b"d"), rooms)
+    known.provide({}, 0)
     for room in (known, unknown):
         rooms.stop_soon(room, "prefill is away")
-    assert (known.state, unknown.state) == (Poll.WAITING, Poll.BOOTSTRAPPING)
+    assert (known.state, unknown.state) == (Poll.TRANSFERRING, Poll.BOOTSTRAPPING)
     rooms.look()
-    assert (known.state, attachment.said[-1]) == (Poll.WAITING, ("AbortRoom", 1))
+    assert (known.state, attachment.said[-1]) == (Poll.TRANSFERRING, ("AbortRoom", 1))
     assert (unknown.state, unknown.reason) == (Poll.FAILED, "prefill is away")
     tell(rooms, attachment, "aborted", reason="by the decode engine: prefill is away")
     assert "prefill is away" in known.reason
@@ -341,23 +340,99 @@ def test_a_node_that_is_gone_reads_no_pages_of_a_room_that_was_given_up(rooms: R
     assert [kind for kind, room in attachment.said if room == 2][-2:] == ["Publish", "Finish"]
 
 
-def test_a_room_with_pages_outlives_its_node_until_no_transport_can_write(attachment: Attachment) -> None:
-    """SGLang gives the pages of a failed room to the next request at once."""
-    ended: list[WorkerEnd] = []
-    rooms = Rooms(attachment, leads=True, ends=lambda: ended)  # type: ignore[arg-type]
-    room = fetched(rooms)
-    room.provide({}, 0)
-    attachment.node = ""
-    rooms.look()
-    assert room.state is Poll.TRANSFERRING
-    ended.append(WorkerEnd(R0, "its node has ended it", node="another"))
-    rooms._next_look_s = 0.0
-    rooms.look()
-    assert room.state is Poll.TRANSFERRING
-    ended.append(WorkerEnd(R0, "its node has ended it", node="a"))
-    rooms._next_look_s = 0.0
-    rooms.look()
-    assert room.state is Poll.FAILED
+class Ranks:
+    """Two ranks of a decode server and their node, with what SGLang does in each turn to a request that has pages."""
+
+    def __init__(self, *, holds_back: bool) -> None:
+        self.attached = [Attachment(), Attachment()]
+        self.ranks = [
+            Rooms(one, leads=not number, holds_back=holds_back)  # type: ignore[arg-type]
+            for number, one in enumerate(self.attached)
+        ]
+        self.rooms = [fetched(one) for one in self.ranks]
+        self.rows = [0, 0]
+        for number, room in enumerate(self.rooms):
+            room.accept = lambda _, number=number: self.rows.__setitem__(number, 1)  # type: ignore[misc]
+            room.provide({}, 0)
+        self.writing = {0, 1}
+        """The ranks for which transports may write."""
+        self.answer = ""
+        self.held = False
+        self.freed = False
+
+    def act(self, what: str, rank: int, ends: str) -> None:
+        one = self.attached[rank]
+        match what:
+            case "event" if one.node == "a":
+                one.due = [RoomEvent(room=1, generation=1, kind=ends)]  # type: ignore[arg-type]
+            case "noticed":
+                one.node = ""
+            case "closed":
+                self.writing -= {rank}
+            case "attached":
+                one.node = "b"
+        self.turn()
+
+    def turn(self) -> None:
+        for one in self.ranks:
+            one._next_look_s = 0.0
+            one.look()
+        if not self.answer:
+            gates = [Poll.SUCCESS if row else Poll.TRANSFERRING for row in self.rows]
+            lowest = min(
+                min(room.poll, gate) if room.poll == Poll.SUCCESS else room.poll
+                for room, gate in zip(self.rooms, gates, strict=True)
+            )
+            if lowest == Poll.FAILED:
+                for one, room in zip(self.ranks, self.rooms, strict=True):
+                    one.give_up(room, "another rank")
+                self.held = self.ranks[0].holds_back and any(room.may_be_written for room in self.rooms)
+            self.answer = {Poll.FAILED: "error", Poll.SUCCESS: "tokens"}.get(Poll(lowest), "")
+            self.freed = bool(self.answer) and not self.held
+        elif self.held and not self.rooms[0].may_be_written:
+            self.freed = True
+
+
+def orders(happens: dict[tuple[str, int], set[tuple[str, int]]]) -> Iterator[list[tuple[str, int]]]:
+    """Yield every order of what happens. `happens`: what comes before each."""
+    if not happens:
+        yield []
+    for first in [one for one, before in happens.items() if not before & happens.keys()]:
+        for rest in orders({one: before for one, before in happens.items() if one != first}):
+            yield [first, *rest]
+
+
+KILLED = {
+    ("noticed", 0): set(),
+    ("noticed", 1): set(),
+    ("closed", 0): set(),
+    ("closed", 1): set(),
+    ("attached", 0): {("noticed", 0), ("closed", 0), ("closed", 1)},
+    ("attached", 1): {("noticed", 1), ("closed", 0), ("closed", 1)},
+}
+
+
+@pytest.mark.parametrize("holds_back", [True, False])
+@pytest.mark.parametrize("heard", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("ends", ["committed", "failed"])
+def test_no_rank_is_written_to_when_sglang_frees_the_pages(
+    heard: tuple[int, ...], ends: str, holds_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node is killed, before or after some ranks have heard how the room ended, and the ranks notice in any order."""
+    monkeypatch.setattr("kvbridge.engine.sglang.rooms.LOOK_S", 0.0)
+    happens = KILLED | {("event", rank): set() for rank in heard}
+    for order in orders(happens):
+        if any(order.index(("event", rank)) > order.index(("noticed", rank)) for rank in heard):
+            continue
+        ranks = Ranks(holds_back=holds_back)
+        if heard:  # the node has proved that nobody writes
+            ranks.writing = set()
+        for what, rank in order:
+            ranks.act(what, rank, ends)
+            assert not (ranks.freed and ranks.writing), order
+        ranks.turn()
+        assert ranks.answer == ("tokens" if ends == "committed" and ranks.rows == [1, 1] else "error"), order
+        assert ranks.freed, order
 
 
 # ---------------------------------------------------------------------------------------------- SGLang's classes
@@ -393,7 +468,7 @@ def manager(backend: ModuleType, rooms: Rooms) -> Any:
     made.rooms, made.guard, made.page_tokens = rooms, Guard(lambda _code: None), 16
     made.arriving = request()
     made.prefill_info_table = {"host:1": SimpleNamespace(nodes={0: NODE[0]})}
-    made.kv_args = SimpleNamespace(state_types=())
+    made.kv_args, made.instance = SimpleNamespace(state_types=()), SimpleNamespace(dp_size=1)
     return made
 
 
@@ -420,15 +495,12 @@ def test_a_request_that_cannot_be_read_ends_alone(manager: Any, backend: ModuleT
 def test_a_defect_while_a_request_is_served_ends_that_request(
     manager: Any, backend: ModuleType, attachment: Attachment
 ) -> None:
-    """On decode once nobody writes to its pages any more."""
     sender = backend.KvbridgeSender(manager, "host:1", 1)
     sender.send(np.arange(2, dtype=np.int32), state_indices=None, num_kv_tokens="?")
     assert sender.poll() == Poll.FAILED
     receiver = backend.KvbridgeReceiver(manager, "host:1", 2)
     receiver.init(0)
     receiver.send_metadata("?")
-    assert receiver.poll() == Poll.WAITING
-    attachment.due = [RoomEvent(room=room_of(2, 1), generation=1, kind="aborted")]
     assert receiver.poll() == Poll.FAILED
     assert [kind for kind, _ in attachment.said] == ["Hold", "AbortRoom", "Fetch", "AbortRoom"]
 

@@ -20,6 +20,7 @@ from kvbridge.core.wire.engine_messages import (
     Detached,
     Extend,
     Fetch,
+    Finish,
     Hold,
     Pages,
     Provide,
@@ -29,7 +30,7 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
     SparseRows,
 )
-from kvbridge.core.wire.messages import Failed, Features, Heartbeat, Intend, Offer, to_wire
+from kvbridge.core.wire.messages import Done, Failed, Features, Heartbeat, Intend, Offer, to_wire
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.engines import Engines
 from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
@@ -70,8 +71,8 @@ class Api:
         self.api.handle(engine, message)
         return self.messages[-1][1]
 
-    def attach(self, engine: str = "engine", role: Role | None = None, ranks=()) -> object:
-        return self.call(Attach(call=1, role=role or self.bench.service.book.role, ranks=ranks), engine)
+    def attach(self, engine: str = "engine", role: Role | None = None, **fields) -> object:
+        return self.call(Attach(call=1, role=role or self.bench.service.book.role, **fields), engine)
 
 
 def prefill(limits=None, **fields) -> Api:
@@ -102,13 +103,14 @@ def test_an_engine_attaches_for_ranks_of_this_node():
     assert [engine for engine, message in api.messages if isinstance(message, RoomEvent)] == ["engine", "b"]
 
 
-def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_served():
+def test_an_engine_without_memory_attaches_when_the_engines_that_bring_memory_are_served():
     api = Api(PrefillBench(adopted=True))
     api.bench.workers.lacking = "pp0.tp0 is starting"
     refused = api.attach("commands")
     assert isinstance(refused, Refused)
     assert (refused.code, "pp0.tp0 is starting" in refused.message) == (NotReadyError.code, True)
-    assert isinstance(api.attach("brings", ranks=(R0,)), Attached)
+    assert isinstance(api.attach("of one rank", ranks=(R0,)), Refused)
+    assert isinstance(api.attach("brings", ranks=(R0,), brings_memory=True), Attached)
     api.bench.workers.lacking = ""
     assert isinstance(api.attach("commands"), Attached)
 
@@ -174,6 +176,48 @@ def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
     assert bench.report().state is RoomState.ADMITTED
     bench.offer(peer=DECODE, prompt_digest=b"of this one")
     assert len(bench.orders()) == 1
+
+
+@pytest.fixture
+def stages() -> Api:
+    """Two engines, each of which computes the layers of one rank."""
+    api = Api(PrefillBench(adopted=True, ranks=(R0, R1)), (R0, R1))
+    for engine, rank in (("first", R0), ("second", R1)):
+        api.attach(engine, ranks=(rank,))
+    return api
+
+
+@pytest.mark.parametrize("early", ["first", "second"])
+def test_engines_of_further_ranks_hold_the_same_room_in_any_order(stages, early):
+    bench, late = stages.bench, {"first": "second", "second": "first"}[early]
+    for engine in (early, late):
+        assert isinstance(stages.call(Hold(call=2, **PROMPT, tables=()), engine), Accepted)
+    bench.offer()
+    for engine, upto, ids in ((early, PAGE, (4,)), (early, TOKENS, (5,)), (late, PAGE, (4,)), (late, TOKENS, (5,))):
+        pages = names(*ids, first=ids[0] - 4)
+        assert isinstance(stages.call(Publish(call=3, room=1, upto_token=upto, tables=pages), engine), Accepted)
+    ranks = {"first": R0, "second": R1}
+    assert [len(bench.orders(rank)) for rank in (R0, R1)] == [2, 2]
+    for engine in (late, early):
+        assert not bench.told(Done)[1:]
+        assert isinstance(stages.call(Finish(call=4, room=1, metadata=engine.encode()), engine), Accepted)
+        for order in bench.orders(ranks[engine]):
+            bench.sent(order, ranks[engine])
+    assert {done.writer: done.metadata for done in bench.told(Done)} == {R0: b"first", R1: b"second"}
+    assert (bench.report().state, bench.free) == (RoomState.COMPLETED, 16)
+
+
+def test_nobody_joins_a_room_that_is_anothers_or_over(stages):
+    hold = Hold(call=2, **PROMPT, prompt_digest=b"this", tables=())
+    stages.call(hold, "first")
+    for engine, message, text in (
+        ("first", hold, "already in flight"),
+        ("second", hold.model_copy(update={"prompt_digest": b"that"}), "already in flight"),
+    ):
+        assert text in stages.call(message, engine).message
+    assert stages.bench.report().state is RoomState.ADMITTED
+    stages.call(AbortRoom(call=3, room=1, reason="the client has left"), "first")
+    assert "has already ended" in stages.call(hold, "second").message
 
 
 def test_rooms_that_an_engine_admitted_end_with_it():
