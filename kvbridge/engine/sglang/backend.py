@@ -130,7 +130,7 @@ class KvbridgeManager(BaseKVManager):
             attachment.begin()
             attachment.wait(2 * START_S)  # for the node, and then for the slowest rank
             self.guard = Guard(lambda _code: None)
-            receives = queue.transfer_queue if role is Role.DECODE else None
+            receives: Any = getattr(queue, "transfer_queue", None)  # decode's
             holds_back = hasattr(receives, "enable_deferred_kv_release")  # not in SGLang 0.5.17
             if holds_back:
                 receives.enable_deferred_kv_release = True
