@@ -137,9 +137,7 @@ def _nixl() -> Iterator[Way]:
         transport = nixl.NixlTransport(NixlSettings())
         transport.register([MEMORY])
         extent = NixlExtent(address=BASE, length_bytes=MEMORY.length_bytes)
-        content = NixlEndpoint(
-            agent="peer", metadata=b"metadata", release="", checksum=crc32c(b"metadata"), extents=(extent,)
-        )
+        content = NixlEndpoint(agent="peer", metadata=b"m", release="", checksum=crc32c(b"m"), extents=(extent,))
         peer = connect(transport, Endpoint(transport=nixl.NAME, data=content.model_dump_json().encode()))
 
         def one_request(operations: Operations) -> None:

@@ -191,11 +191,7 @@ def _bare_local(bed: _Bed) -> dict[str, Way]:
     return {"memmove": each}
 
 
-BARE: dict[str, Callable[[_Bed], dict[str, Way]]] = {
-    "mooncake": _bare_mooncake,
-    "nixl": _bare_nixl,
-    "local": _bare_local,
-}
+BARE = {"mooncake": _bare_mooncake, "nixl": _bare_nixl, "local": _bare_local}
 
 
 def table(found: dict[str, Any]) -> str:

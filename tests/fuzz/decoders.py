@@ -236,11 +236,7 @@ def _endpoint(name: str, content: type, seed: dict[str, object]) -> Decoder:
 
 FILE = {"path": "/dev/shm/x", "device": 3, "inode": 4, "owner": 1000}
 ENDPOINT_SEEDS = (
-    (
-        "mooncake",
-        MooncakeEndpoint,
-        {"session": "10.0.0.7:15001", "protocol": "tcp", "extents": [[4096, 100], [8192, 5]]},
-    ),
+    ("mooncake", MooncakeEndpoint, {"session": "10.0.0.7:1", "protocol": "tcp", "extents": [[4096, 100], [8192, 5]]}),
     (
         "nixl",
         NixlEndpoint,

@@ -55,9 +55,7 @@ def test_registered_host_memory_is_read_as_well(device: int):
     compare(random_bytes(100_000, 4), np.array([0, 5, 50_000]), np.array([100_000, 37_440, 3]), device, HOST)
 
 
-@pytest.mark.skipif(
-    SMALL, reason="compute-sanitizer can block for ever between a free in one thread and a wait in another"
-)
+@pytest.mark.skipif(SMALL, reason="compute-sanitizer can block between a free in one thread and a wait in another")
 def test_several_threads_get_their_own_answers(device: int):
     content = random_bytes(1 << 20, 6)
 

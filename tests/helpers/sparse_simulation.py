@@ -86,9 +86,7 @@ class HostPool:
     def get(self, page_ids: np.ndarray, position: int, rows: np.ndarray) -> np.ndarray:
         slots = self.component.slots_per_page
         pages, places = page_ids[rows // slots].astype(np.int64), rows % slots
-        parts = [
-            self.part(number)[position].numpy()[pages, places] for number in range(len(self.component.row_parts_bytes))
-        ]
+        parts = [self.part(nth)[position].numpy()[pages, places] for nth in range(len(self.component.row_parts_bytes))]
         return np.concatenate(parts, axis=1)
 
 

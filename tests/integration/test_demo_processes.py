@@ -35,9 +35,7 @@ class Engine(ExitStack):
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     """An engine that has begun."""
-    without_server = SimpleNamespace(
-        Pipe=SPAWN.Pipe, Process=SPAWN.Process, set_forkserver_preload=lambda _modules: None
-    )
+    without_server = SimpleNamespace(Pipe=SPAWN.Pipe, Process=SPAWN.Process, set_forkserver_preload=lambda _: None)
     monkeypatch.setattr(run, "_processes", without_server)
     engine = EngineProcess("the engine", __name__, "Engine", tmp_path / "log")
     assert answer(engine) is None

@@ -35,9 +35,7 @@ def memory(fill: int) -> tuple[torch.Tensor, list[Region]]:
     """All layers in one tensor [layer, page, byte], as vLLM has them on a CPU."""
     [component] = TINY.components
     tensor = torch.full((TINY.layer_count, PAGES, component.page_bytes()), fill, dtype=torch.uint8)
-    return tensor, [
-        adopted_region(component, layer, tensor[layer], lanes=(0, component.lanes)) for layer in component.layers
-    ]
+    return tensor, [adopted_region(component, at, tensor[at], lanes=(0, component.lanes)) for at in component.layers]
 
 
 def pages(*ids: int, first: int = 0) -> Tables:

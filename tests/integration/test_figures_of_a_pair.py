@@ -38,9 +38,7 @@ def scrape(daemon: DaemonProcess) -> Page:
 
 
 def total(page: Page, name: str, **labels: str) -> float:
-    return sum(
-        value for (found, having), value in page.items() if found == name and labels.items() <= dict(having).items()
-    )
+    return sum(value for (found, has), value in page.items() if found == name and labels.items() <= dict(has).items())
 
 
 def lines(daemon: DaemonProcess) -> list[dict[str, Any]]:

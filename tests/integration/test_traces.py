@@ -162,7 +162,5 @@ def test_a_request_is_one_trace_over_all_processes(live: LiveCluster, collector:
         families = {family.name: family for family in text_string_to_metric_families(page.text)}
         shown = {sample.exemplar.labels["trace_id"] for sample in families[name].samples if sample.exemplar}
         assert trace_id in shown
-    eventually(
-        "all are counted", lambda: exported(live) == sum(s.service == "kvbridge-decode" for s in collector.spans)
-    )
+    eventually("all counted", lambda: exported(live) == sum(s.service == "kvbridge-decode" for s in collector.spans))
     assert set(collector.paths) == {"/v1/traces"}

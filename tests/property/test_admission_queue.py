@@ -14,9 +14,7 @@ SPACES = (IndexSpace.FULL, IndexSpace.HOST)
 POOL = 12
 CLIENTS = "abcd"
 
-demands = st.fixed_dictionaries({space: st.integers(0, POOL) for space in SPACES}).filter(
-    lambda demand: any(demand.values())
-)
+demands = st.fixed_dictionaries({space: st.integers(0, POOL) for space in SPACES}).filter(lambda one: any(one.values()))
 arrivals = st.tuples(st.just("join"), st.sampled_from(CLIENTS), demands)
 steps = st.one_of(
     arrivals, st.tuples(st.just("end"), st.integers(0, 50)), st.tuples(st.just("leave"), st.integers(0, 50))

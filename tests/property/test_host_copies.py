@@ -191,13 +191,7 @@ class CopyMachine(RuleBasedStateMachine):
     def pinned(self, readers, space):
         """Pages of a space that somebody reads."""
         if space in {SWA, SWA_COPY}:
-            return {
-                p
-                for reads in readers
-                for one, where in reads.checkpoints
-                if where is space
-                for p in one.checkpoints[space]
-            }
+            return {p for r in readers for one, at in r.checkpoints if at is space for p in one.checkpoints[space]}
         stops = {FULL: lambda r: r.device, FULL_COPY: lambda r: r.host, HOST: lambda r: len(r.path)}
         return {entry.pages[space] for reads in readers for entry in reads.path[: stops[space](reads)]}
 

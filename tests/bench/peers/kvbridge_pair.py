@@ -133,9 +133,7 @@ class KvbridgePair:
 
     def _wait_offered(self, room: int) -> None:
         path = f"/v1/requests/{room}"
-        eventually(
-            "the offer", lambda: "admit_to_offer_received" in self._prefill_daemon.get(path)["phases_s"], LIMIT_S
-        )
+        eventually("offer", lambda: "admit_to_offer_received" in self._prefill_daemon.get(path)["phases_s"], LIMIT_S)
 
     def _over(self, claimed: DecodeRoom, source: Tables, total_s: float, *, check: bool) -> Crossed:
         if check:

@@ -60,9 +60,7 @@ def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> Non
     assert exit_code(daemon) == 0
     said = [json.loads(line) for line in daemon.log_path.read_text()[earlier:].splitlines()]
     # On a slow machine a message may come twice before it is acknowledged.
-    assert not [each for each in said if each["level"] not in {"debug", "info"} and each.get("kind") != "duplicate"], (
-        said
-    )
+    assert not [one for one in said if one["level"] not in {"debug", "info"} and one.get("kind") != "duplicate"], said
     assert [each["limit_s"] for each in said if each["event"] == "draining"] == [SHUTDOWN_ROOMS_S]
     assert instance not in listed(live)
     assert gone(workers)

@@ -43,9 +43,7 @@ def test_a_worker_that_does_not_end_in_time_is_not_taken_for_silent(monkeypatch)
     go_on = threading.Event()
     monkeypatch.setattr(memory, "open_node_link", lambda path: NodeOf())
     monkeypatch.setattr(memory, "serve_rank", lambda *args, **fields: go_on.wait(20))
-    with pytest.raises(
-        DeadlineError, match=r"rank worker of pp0\.tp0 .* did not end within 0\.01 s; it may still read"
-    ):
+    with pytest.raises(DeadlineError, match=r"rank worker of pp0.tp0 .* did not end within 0\.01 s; it may still read"):
         AdoptedWorker(Path("/nowhere"), RANK, ()).close(0.01)
     go_on.set()
 
@@ -75,9 +73,7 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
         worker_life, "_setup", lambda *args: type("Setup", (), {"transfer_timeout_s": 1.0, "transports": "{}"})
     )
     undone: list[str] = []
-    monkeypatch.setattr(
-        worker_life, "bring_memory", lambda *args, **fields: args[3].callback(undone.append, "unmapped")
-    )
+    monkeypatch.setattr(worker_life, "bring_memory", lambda *args, **_: args[3].callback(undone.append, "unmapped"))
     monkeypatch.setattr(worker_life, "_STAYING", staying := [])
     node = NodeOf(Shutdown())
     with pytest.raises(PeerError if closes else UnclosedError):

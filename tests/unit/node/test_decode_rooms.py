@@ -308,9 +308,7 @@ def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
     bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
     whole = full_amounts(TOKENS)
-    more, less = (
-        {kind: Amount(lane_rows=amount.lane_rows * part // 4) for kind, amount in whole.items()} for part in (3, 1)
-    )
+    more, less = ({kind: Amount(lane_rows=one.lane_rows * part // 4) for kind, one in whole.items()} for part in (3, 1))
     bench.done(amounts=more)
     assert bench.report().reason_code == "integrity"
     assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv: " in bench.report().reason

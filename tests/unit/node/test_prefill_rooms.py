@@ -326,6 +326,4 @@ def test_nobody_crowds_the_others_out(monkeypatch, bound, most, kept):
     assert early.take(1, 1) is not None
     for room in range(2, 2 + kept):
         early.take(room, 1, of="greedy")
-    assert sum(early.put("greedy", early_offer(room)) for room in range(100, 200)) >= kept, (
-        "what has gone counts no more"
-    )
+    assert sum(early.put("greedy", early_offer(room)) for room in range(100, 200)) >= kept, "what has gone counts"

@@ -168,9 +168,7 @@ def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch
             queue.events[groups - 1].done = True
             assert (copier.done(first), copier.done(second)) == (True, False)
             third = copier.copy({}, stream=5)
-            assert sorted(len(event.streams) for event in queue.events[:groups]) == [2] * groups, (
-                "events are used again"
-            )
+            assert sorted(len(one.streams) for one in queue.events[:groups]) == [2] * groups, "events are used again"
             for mark in marks:
                 mark.done = True
             assert [copier.done(each) for each in (first, second, third)] == [True, True, False]

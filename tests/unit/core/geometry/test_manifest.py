@@ -102,9 +102,7 @@ def test_what_it_takes_does_not_depend_on_the_pages(pairs):
             regions.append(
                 plain(Kind.C4_KV, 2 * pair + layer, base=start, stride=stride, page_bytes=8, page_count=2**40)
             )
-    words = (
-        r"c4_kv layer 0 and c4_kv layer 1 reach into each other around 0x8 with strides of 16 and 32 bytes; give them"
-    )
+    words = r"c4_kv layer 0 and c4_kv layer 1 reach into each other around 0x8 with strides of 16 and 32 bytes"
     with pytest.raises(InvalidInputError, match=words):
         check_disjoint(regions, rank=RANK)
     alike = [region.model_copy(update={"page_stride_bytes": 16}) for region in regions]

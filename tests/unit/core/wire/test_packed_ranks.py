@@ -23,10 +23,7 @@ from kvbridge.core.wire.messages import (
 from tests.helpers.manifests import Instance, Layout
 
 PAGES = dict.fromkeys(IndexSpace, 4_000)
-ENDPOINTS = (
-    TransportEndpoint(transport="mooncake", data=bytes(2_000)),
-    TransportEndpoint(transport="local", data=b"x"),
-)
+ENDPOINTS = (TransportEndpoint(transport="mooncake", data=bytes(2000)), TransportEndpoint(transport="local", data=b"x"))
 
 
 def described(name: str, **fields) -> list[RankDescription]:

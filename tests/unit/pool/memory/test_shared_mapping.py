@@ -122,9 +122,7 @@ def processes(tmp_path: Path, text: str) -> Path:
 
 def test_version_2_limits_of_all_parents_with_reclaimable_cache_as_available(tmp_path):
     root = tmp_path / "cgroup"
-    group(
-        root / "pod" / "box", memory__max="1000\n", memory__current="400\n", memory__stat="anon 1\ninactive_file 50\n"
-    )
+    group(root / "pod/box", memory__max="1000\n", memory__current="400\n", memory__stat="anon 1\ninactive_file 50\n")
     group(root / "pod", memory__max="500", memory__current="450")
     group(root)
     limits = control_group_limits(processes(tmp_path, "0::/pod/box\n"), root)
