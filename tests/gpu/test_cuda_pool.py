@@ -14,14 +14,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.messages import CudaOrigin
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.gpu_memory import (
-    OpenedAllocation,
-    StreamPoints,
-    allocation_of,
-    device_uuid,
-    export,
-    forget_export,
-)
+from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from tests.helpers.gpu_children import TINY, child, mark_late, own_pool, placement, read_and_write, write, wrong_rows
 
@@ -74,7 +67,7 @@ def test_devices_are_found_by_their_uuid(pool: MemoryPool, second_device: int, m
 
 
 def test_a_point_is_reached_when_the_other_processs_kernels_are_done_and_not_before(pool: MemoryPool) -> None:
-    points = StreamPoints()
+    points = gpu_memory.StreamPoints()
     with child(mark_late, pool.shared_regions()) as engine:
         assert engine.hear() == "ready"
         for value in (7, 9):  # the second record uses another event of the ring
@@ -89,14 +82,14 @@ def test_a_point_is_reached_when_the_other_processs_kernels_are_done_and_not_bef
         points.close()
 
 
-def wait_until_reached(points: StreamPoints, point: object) -> None:
+def wait_until_reached(points: gpu_memory.StreamPoints, point: object) -> None:
     deadline_s = time.monotonic() + REACHED_S
     while not points.reached([point]):
         assert time.monotonic() < deadline_s, f"not reached within {REACHED_S} s"
         time.sleep(0.001)
 
 
-def ask(points: StreamPoints, point: object) -> str:
+def ask(points: gpu_memory.StreamPoints, point: object) -> str:
     try:
         return str(points.reached([point]))
     except TransportError as error:
@@ -104,7 +97,7 @@ def ask(points: StreamPoints, point: object) -> str:
 
 
 def test_an_engine_that_is_killed_with_work_on_its_gpu_harms_nobody(pool: MemoryPool) -> None:
-    points = StreamPoints()
+    points = gpu_memory.StreamPoints()
     with child(mark_late, pool.shared_regions()) as engine:
         assert engine.hear() == "ready"
         engine.pipe.send(7)
@@ -112,7 +105,7 @@ def test_an_engine_that_is_killed_with_work_on_its_gpu_harms_nobody(pool: Memory
         points.reached([point])
         engine.kill()
         # It may look reached, or never be; or CUDA says that it is gone. The room fails in any case: its engine is dead.
-        fresh = StreamPoints()
+        fresh = gpu_memory.StreamPoints()
         said = [ask(asked, point) for asked in (points, fresh) for _ in range(25)]
         assert all(one in {"", "True", "False"} or "has probably ended" in one for one in said)
         assert first_byte(pool) in {0, 7}
@@ -140,19 +133,19 @@ def test_memory_of_a_process_that_has_ended(device: int) -> None:
 def test_a_tensor_lies_in_an_allocation_that_can_be_shared(device: int) -> None:
     whole = torch.zeros(3 << 20, dtype=torch.uint8, device=f"cuda:{device}")
     inner = whole[1 << 20 :]
-    address, length_bytes = allocation_of(device, inner.data_ptr())
+    address, length_bytes = gpu_memory.allocation_of(device, inner.data_ptr())
     assert address <= whole.data_ptr()
     assert inner.data_ptr() + inner.numel() <= address + length_bytes
-    exported = export(device, inner.data_ptr())
+    exported = gpu_memory.export(device, inner.data_ptr())
     origin = exported.origin
     assert isinstance(origin, CudaOrigin)
-    assert origin.device_uuid == device_uuid(device)
-    with OpenedAllocation(origin) as own:
+    assert origin.device_uuid == gpu_memory.device_uuid(device)
+    with gpu_memory.OpenedAllocation(origin) as own:
         assert own.extent.address == address
-    forget_export(exported)
+    gpu_memory.forget_export(exported)
     host = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(RegistrationError, match="is not in any device memory"):
-        allocation_of(device, host.data_ptr())
+        gpu_memory.allocation_of(device, host.data_ptr())
 
 
 @pytest.mark.alone

@@ -13,27 +13,8 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.wire import messages, worker_messages
 from kvbridge.core.wire.engine_messages import AskRestorable, Pages
-from kvbridge.core.wire.messages import (
-    Abort,
-    Done,
-    Drained,
-    Failed,
-    Offer,
-    PeerMessage,
-    RankDescription,
-    TransportEndpoint,
-    to_wire,
-)
-from kvbridge.core.wire.worker_messages import (
-    EndpointsRevoked,
-    RoomClosed,
-    Send,
-    Sent,
-    WorkerHello,
-    WorkerReady,
-    WorkerSetup,
-)
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
@@ -49,38 +30,15 @@ from kvbridge.telemetry.logs import Seldom
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers import rooms
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.prefix_recount import check_cache
-from tests.helpers.rooms import (
-    ADDRESS,
-    DECODE,
-    DECODE_LIMITS,
-    GEOMETRY,
-    PAGE,
-    PREFILL,
-    PREFILL_LIMITS,
-    R0,
-    R1,
-    TOKENS,
-    EngineVerbs,
-    FakeEngines,
-    FakeFence,
-    FakeNodes,
-    FakePeers,
-    FakeWorkers,
-    RecordedEvents,
-    full_amounts,
-    manifest,
-    pages_in,
-    pages_table,
-    pick,
-)
 
 FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
-GQA, V4 = GEOMETRY, preset("tiny-v4")
-IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint=fingerprint(GEOMETRY), tokens_per_page=PAGE)
-HISTORY = list(range(1_000, 1_000 + 20 * PAGE))
+GQA, V4 = rooms.GEOMETRY, preset("tiny-v4")
+IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint=fingerprint(rooms.GEOMETRY), tokens_per_page=rooms.PAGE)
+HISTORY = list(range(1_000, 1_000 + 20 * rooms.PAGE))
 """Tokens; prompts begin with them."""
 
 
@@ -98,10 +56,10 @@ class NodeBench:
     pages: int = 16
     twins: int = 0
     clock: ManualClock = field(default_factory=ManualClock)
-    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
-    events: RecordedEvents = field(default_factory=RecordedEvents)
+    engines: rooms.FakeEngines = field(default_factory=lambda: rooms.FakeEngines("engine"))
+    events: rooms.RecordedEvents = field(default_factory=rooms.RecordedEvents)
     prefill: tuple = ()
-    peer: str = DECODE
+    peer: str = rooms.DECODE
     """The speaker when a test names nobody."""
 
     def _make(self, spaces: dict[IndexSpace, int]) -> None:
@@ -114,11 +72,11 @@ class NodeBench:
     def _settings(self, **fields) -> RoomSettings:
         return RoomSettings(adopted=self.adopted, shares_prefixes=self.shares_prefixes, **fields)
 
-    def admit(self, room: int = 1, tokens: int = TOKENS, **fields) -> RoomReport:
+    def admit(self, room: int = 1, tokens: int = rooms.TOKENS, **fields) -> RoomReport:
         fields = {"prefill": self.prefill, "prompt_tokens": tokens} | fields
         return self.service.admit(AdmissionRequest(room=room, **fields))
 
-    def hear(self, message: PeerMessage, peer: str = "") -> None:
+    def hear(self, message: messages.PeerMessage, peer: str = "") -> None:
         of_role = self.service if isinstance(self.service, PrefillRooms) else self.service.writers
         of_role.hear(peer or self.peer, message)
 
@@ -167,53 +125,59 @@ class NodeBench:
 class PrefillBench(NodeBench):
     """A prefill node. Rooms of models with windows take pages of the window space and a request slot, too."""
 
-    ranks: tuple[Rank, ...] = (R0,)
-    geometry: ModelGeometry = GEOMETRY
+    ranks: tuple[Rank, ...] = (rooms.R0,)
+    geometry: ModelGeometry = rooms.GEOMETRY
     windows: int = 16
     interval: int = 0
     """Tokens between checkpoints."""
     part_of_instance: bool = False
-    peers: FakePeers = field(default_factory=FakePeers)
+    peers: rooms.FakePeers = field(default_factory=rooms.FakePeers)
 
     def __post_init__(self) -> None:
         spaces = {FULL: self.pages}
         if self.geometry is V4:
             spaces |= {SWA: self.windows, IndexSpace.REQUEST: 8}
         self._make(spaces | ({FULL_COPY: self.twins, SWA_COPY: 8} if self.twins else {}))
-        self.workers = FakeWorkers(*self.ranks, geometry=self.geometry)
+        self.workers = rooms.FakeWorkers(*self.ranks, geometry=self.geometry)
         settings = self._settings(
             geometry=self.geometry,
-            limits=PREFILL_LIMITS,
+            limits=rooms.PREFILL_LIMITS,
             checkpoint_interval_tokens=self.interval,
             part_of_instance=self.part_of_instance,
         )
         pages = PrefillPages(self.book, settings, self.events, self.prefixes)
         self.service = PrefillRooms(pages, self.workers, self.engines, self.peers, clock=self.clock)
-        self.verbs = EngineVerbs(self.service, self.ranks)
+        self.verbs = rooms.EngineVerbs(self.service, self.ranks)
 
     def offer(self, room: int = 1, *, peer: str = "", **fields) -> None:
-        fields = {"generation": 1, "prompt_tokens": TOKENS, "tables": to_wire(pages_table(7, 8))} | fields
-        self.hear(Offer(room=room, **fields), peer)
+        fields = {
+            "generation": 1,
+            "prompt_tokens": rooms.TOKENS,
+            "tables": messages.to_wire(rooms.pages_table(7, 8)),
+        } | fields
+        self.hear(messages.Offer(room=room, **fields), peer)
 
     def abort(self, room: int = 1) -> None:
-        self.hear(Abort(room=room, generation=1, code="aborted", message="enough"))
+        self.hear(messages.Abort(room=room, generation=1, code="aborted", message="enough"))
 
     def told(self, kind: type, peer: str | None = None) -> list:
-        return pick(self.peers.messages, kind, peer)
+        return rooms.pick(self.peers.messages, kind, peer)
 
-    def orders(self, rank: Rank | None = None, room: int = 1) -> list[Send]:
-        return [order for order in pick(self.workers.messages, Send, rank) if order.room == room]
+    def orders(self, rank: Rank | None = None, room: int = 1) -> list[worker_messages.Send]:
+        return [order for order in rooms.pick(self.workers.messages, worker_messages.Send, rank) if order.room == room]
 
-    def sent(self, order: Send | None = None, rank: Rank = R0, **fields) -> None:
+    def sent(self, order: worker_messages.Send | None = None, rank: Rank = rooms.R0, **fields) -> None:
         """A rank has carried out an order: the last one, unless one is named."""
         order = order or self.orders(rank)[-1]
         about = {"room": order.room, "generation": order.generation, "order": order.order}
-        fields = {"amounts": full_amounts(TOKENS), "seconds": {"move": 1.0}} | fields
-        self.service.orders.hear(Sent(rank=rank, **about, **fields))
+        fields = {"amounts": rooms.full_amounts(rooms.TOKENS), "seconds": {"move": 1.0}} | fields
+        self.service.orders.hear(worker_messages.Sent(rank=rank, **about, **fields))
 
     def closed(self, room: int = 1, generation: int = 1, *, quiet: bool = True, **fields) -> None:
         for rank in self.ranks:
-            self.service.orders.hear(RoomClosed(room=room, generation=generation, rank=rank, quiet=quiet, **fields))
+            self.service.orders.hear(
+                worker_messages.RoomClosed(room=room, generation=generation, rank=rank, quiet=quiet, **fields)
+            )
 
 
 @dataclass
@@ -236,8 +200,10 @@ class PrefixBench(PrefillBench):
         return self.service.calls[AskRestorable](AttachedEngine("engine", 0, self.ranks), call).tokens
 
     def offer(self, room: int, tokens: list[int], held: int = 0) -> None:
-        table = PageTable(FULL, np.arange(-(-len(tokens) // PAGE) - held // PAGE, dtype=np.int32), held // PAGE)
-        super().offer(room, prompt_tokens=len(tokens), prefix_tokens=held, tables=to_wire({FULL: table}))
+        table = PageTable(
+            FULL, np.arange(-(-len(tokens) // rooms.PAGE) - held // rooms.PAGE, dtype=np.int32), held // rooms.PAGE
+        )
+        super().offer(room, prompt_tokens=len(tokens), prefix_tokens=held, tables=messages.to_wire({FULL: table}))
 
     def all_sent(self, room: int) -> None:
         for rank in self.ranks:
@@ -272,32 +238,32 @@ class DecodeBench(NodeBench):
     keeps_answers: bool = True
     digest: DigestKind = DigestKind.NONE
     store: StoredPrefixes | None = None
-    nodes: FakeNodes = field(default_factory=FakeNodes)
-    fence: FakeFence = field(default_factory=FakeFence)
-    ranks: FakeWorkers = field(default_factory=FakeWorkers)
-    peer: str = PREFILL
-    prefill: tuple = (ADDRESS,)
+    nodes: rooms.FakeNodes = field(default_factory=rooms.FakeNodes)
+    fence: rooms.FakeFence = field(default_factory=rooms.FakeFence)
+    ranks: rooms.FakeWorkers = field(default_factory=rooms.FakeWorkers)
+    peer: str = rooms.PREFILL
+    prefill: tuple = (rooms.ADDRESS,)
 
     def __post_init__(self) -> None:
         self._make({FULL: self.pages} | ({FULL_COPY: self.twins} if self.twins else {}))
         answers = {"keeps_answers": self.keeps_answers, "digest": self.digest}
-        settings = self._settings(geometry=GEOMETRY, limits=DECODE_LIMITS, **answers)
+        settings = self._settings(geometry=rooms.GEOMETRY, limits=rooms.DECODE_LIMITS, **answers)
         pages = RoomPages(self.book, settings, self.events, self.prefixes, self.store)
         self.service = DecodeRooms(pages, self.ranks, self.engines, self.nodes, self.fence, clock=self.clock)
-        self.verbs = EngineVerbs(self.service)
+        self.verbs = rooms.EngineVerbs(self.service)
 
     def told(self, kind: type, peer: str | None = None) -> list:
-        return pick(self.nodes.messages, kind, peer)
+        return rooms.pick(self.nodes.messages, kind, peer)
 
-    def done(self, peer: str = "", rank: Rank = R0, room: int = 1, generation: int = 1, **fields) -> None:
-        fields = {"amounts": full_amounts(TOKENS), "phases_s": {"move": 1.0}, "metadata": b"meta"} | fields
-        self.hear(Done(room=room, generation=generation, writer=rank, **fields), peer)
+    def done(self, peer: str = "", rank: Rank = rooms.R0, room: int = 1, generation: int = 1, **fields) -> None:
+        fields = {"amounts": rooms.full_amounts(rooms.TOKENS), "phases_s": {"move": 1.0}, "metadata": b"meta"} | fields
+        self.hear(messages.Done(room=room, generation=generation, writer=rank, **fields), peer)
 
     def failed(self, peer: str = "") -> None:
-        self.hear(Failed(room=1, generation=1, code="transport_failed", message="cable"), peer)
+        self.hear(messages.Failed(room=1, generation=1, code="transport_failed", message="cable"), peer)
 
     def drained(self, peer: str = "", room: int = 1, generation: int = 1, *, in_transit: bool = False) -> None:
-        self.hear(Drained(room=room, generation=generation, in_transit=in_transit), peer)
+        self.hear(messages.Drained(room=room, generation=generation, in_transit=in_transit), peer)
 
 
 def offered(**fields) -> DecodeBench:
@@ -316,14 +282,18 @@ class KeyedDecode(DecodeBench):
         self.nodes.know()
 
     def keyed(self, room: int, tokens: int, *, keys: Keys | None = None, **fields) -> DecodeRoom:
-        self.admit(room, tokens, **({"max_new_tokens": TOKENS, "page_hashes": (keys or keys_of(tokens)).data} | fields))
+        self.admit(
+            room, tokens, **({"max_new_tokens": rooms.TOKENS, "page_hashes": (keys or keys_of(tokens)).data} | fields)
+        )
         return self.room(room)
 
     def arrives(self, room: DecodeRoom, keys: Keys | None = None, **fields) -> None:
         """All of a room is sent; `keys`: what the engine of the prefill node has stated."""
         stated = keys_of(room.prompt_tokens) if keys is None else keys
         said = {"keys_digest": stated.digest, "end_key": stated.end} | fields
-        self.done(room=room.room, amounts=full_amounts(room.prompt_tokens, room.prefix_tokens), metadata=b"", **said)
+        self.done(
+            room=room.room, amounts=rooms.full_amounts(room.prompt_tokens, room.prefix_tokens), metadata=b"", **said
+        )
 
     def arrived(self, room: int, tokens: int, **fields) -> DecodeRoom:
         found = self.keyed(room, tokens, **fields)
@@ -350,12 +320,14 @@ class KeyedDecode(DecodeBench):
 
     @property
     def cached(self) -> int:
-        return pages_in(self.book, PageState.CACHED)
+        return rooms.pages_in(self.book, PageState.CACHED)
 
 
-def setup(rank: Rank) -> WorkerSetup:
+def setup(rank: Rank) -> worker_messages.WorkerSetup:
     sizes = {"pp_size": 1, "tp_size": 2, "layers": (0,), "device": (), "host": ()}
-    return WorkerSetup(geometry=GEOMETRY, rank=rank, **sizes, transports="{}", transfer_timeout_s=1.0)
+    return worker_messages.WorkerSetup(
+        geometry=rooms.GEOMETRY, rank=rank, **sizes, transports="{}", transfer_timeout_s=1.0
+    )
 
 
 class FakeProcess:
@@ -404,21 +376,21 @@ class WorkerBench:
     def __init__(self, limit_s: float = 15.0) -> None:
         self.server = FakeServer()
         self.messages = self.server.sent
-        self.events = RecordedEvents()
+        self.events = rooms.RecordedEvents()
         self.up: list[Rank] = []
         self.down: list[str] = []
         self.said: list[object] = []
         config = SimpleNamespace(timeouts=SimpleNamespace(worker_start_s=limit_s, worker_silence_s=limit_s))
-        self.workers = WorkerSet(config, {R0: (0, 1), R1: (0, 1)}, self.events, Seldom(lambda _event: None))
-        reports = dict.fromkeys((RoomClosed, EndpointsRevoked), self.said.append)
+        self.workers = WorkerSet(config, {rooms.R0: (0, 1), rooms.R1: (0, 1)}, self.events, Seldom(lambda _event: None))
+        reports = dict.fromkeys((worker_messages.RoomClosed, worker_messages.EndpointsRevoked), self.said.append)
         self.workers.serve(self.up.append, lambda _rank, reason: self.down.append(reason), reports)
         self.workers._server = self.server
         self.workers.start(setup, None)
 
-    def hello(self, rank: Rank = R0, link: str = "link") -> None:
-        self.workers.hear(link, WorkerHello(rank=rank, pid=11, adopted=True))
+    def hello(self, rank: Rank = rooms.R0, link: str = "link") -> None:
+        self.workers.hear(link, worker_messages.WorkerHello(rank=rank, pid=11, adopted=True))
 
-    def ready(self, rank: Rank = R0, link: str = "link", **fields) -> None:
-        endpoint = TransportEndpoint(transport="local", data=b"1")
-        described = RankDescription(manifest=manifest(rank=rank, tp_size=2), endpoints=(endpoint,))
-        self.workers.hear(link, WorkerReady(rank=rank, pid=11, description=described, **fields))
+    def ready(self, rank: Rank = rooms.R0, link: str = "link", **fields) -> None:
+        endpoint = messages.TransportEndpoint(transport="local", data=b"1")
+        described = messages.RankDescription(manifest=rooms.manifest(rank=rank, tp_size=2), endpoints=(endpoint,))
+        self.workers.hear(link, worker_messages.WorkerReady(rank=rank, pid=11, description=described, **fields))

@@ -20,16 +20,8 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
 from kvbridge.core.ids import FrozenModel, IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.pages import split_rows
+from kvbridge.core.wire import worker_messages
 from kvbridge.core.wire.messages import Heartbeat, RankDescription
-from kvbridge.core.wire.worker_messages import (
-    NodeToWorker,
-    Shutdown,
-    WorkerHello,
-    WorkerProgress,
-    WorkerReady,
-    WorkerSetup,
-    WorkerToNode,
-)
 from kvbridge.engine.views import PoolViews, RegionView, place_rows
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.pools import MemoryPool
@@ -201,9 +193,9 @@ class NodePools:
         for pool in self.pools:
             pool.close()
 
-    def setups(self, transports: str, transfer_timeout_s: float) -> list[WorkerSetup]:
+    def setups(self, transports: str, transfer_timeout_s: float) -> list[worker_messages.WorkerSetup]:
         return [
-            WorkerSetup(
+            worker_messages.WorkerSetup(
                 geometry=self.geometry,
                 rank=part.rank,
                 pp_size=part.pp_size,
@@ -234,14 +226,14 @@ AnswerT = TypeVar("AnswerT", bound=FrozenModel)
 
 class ThreadLink:
     def __init__(self) -> None:
-        self.orders: queue.SimpleQueue[NodeToWorker] = queue.SimpleQueue()
-        self.reports: queue.SimpleQueue[WorkerToNode] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[worker_messages.NodeToWorker] = queue.SimpleQueue()
+        self.reports: queue.SimpleQueue[worker_messages.WorkerToNode] = queue.SimpleQueue()
 
-    def send(self, message: WorkerToNode) -> None:
-        if not isinstance(message, Heartbeat | WorkerProgress | WorkerHello):
+    def send(self, message: worker_messages.WorkerToNode) -> None:
+        if not isinstance(message, Heartbeat | worker_messages.WorkerProgress | worker_messages.WorkerHello):
             self.reports.put(message)
 
-    def receive(self, timeout_s: float) -> NodeToWorker | None:
+    def receive(self, timeout_s: float) -> worker_messages.NodeToWorker | None:
         try:
             return self.orders.get(timeout=timeout_s) if timeout_s > 0 else self.orders.get_nowait()
         except queue.Empty:
@@ -251,7 +243,7 @@ class ThreadLink:
 class WorkerThread:
     """One rank worker with its transports, serving on a thread of its own from the moment it is made."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
+    def __init__(self, setup: worker_messages.WorkerSetup) -> None:
         self.setup = setup
         self._link = ThreadLink()
         self._link.orders.put(setup)
@@ -262,7 +254,7 @@ class WorkerThread:
         with contextlib.suppress(BridgeError):  # told to the node, where `hear` raises it
             serve_rank(self._link, self.setup.rank, setup_timeout_s=ANSWER_LIMIT_S)
 
-    def tell(self, message: NodeToWorker) -> None:
+    def tell(self, message: worker_messages.NodeToWorker) -> None:
         self._link.orders.put(message)
 
     def hear(self, kind: type[AnswerT], limit_s: float = ANSWER_LIMIT_S) -> AnswerT:
@@ -274,11 +266,11 @@ class WorkerThread:
         return report
 
     def description(self) -> RankDescription:
-        return self.hear(WorkerReady).description
+        return self.hear(worker_messages.WorkerReady).description
 
     def stop(self) -> None:
         """Ask it to end; `join` waits."""
-        self.tell(Shutdown())
+        self.tell(worker_messages.Shutdown())
 
     def join(self) -> None:
         self._thread.join(END_LIMIT_S)
@@ -313,7 +305,7 @@ class DestinationProcess:
             self._process.kill()
             self._process.join(END_LIMIT_S)
 
-    def start(self, setups: Sequence[WorkerSetup]) -> tuple[RankDescription, ...]:
+    def start(self, setups: Sequence[worker_messages.WorkerSetup]) -> tuple[RankDescription, ...]:
         """Serve these ranks; returns how each is reached, in the same order."""
         self._pipe.send(tuple(setups))
         return self._answer()
@@ -338,7 +330,7 @@ def _obey(pipe: Connection) -> None:
     workers: list[WorkerThread] = []
     while True:
         try:
-            setups: tuple[WorkerSetup, ...] = pipe.recv()
+            setups: tuple[worker_messages.WorkerSetup, ...] = pipe.recv()
         except EOFError:
             break
         try:

@@ -24,6 +24,7 @@ from kvbridge.telemetry.facts import EventStream
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers import simulated_nodes
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.prefix_recount import check_cache
@@ -42,19 +43,6 @@ from tests.helpers.rooms import (
 )
 from tests.helpers.simulated_calls import SimulatedCalls
 from tests.helpers.simulated_memory import PAGES, RANKS, EnginePool, Memory, keys_of, wrong_pages
-from tests.helpers.simulated_nodes import (
-    DESTINATION,
-    TRANSPORTS,
-    DecodeRanks,
-    Engines,
-    OneLink,
-    Path,
-    PrefillNode,
-    Worker,
-    digested,
-    own_admission,
-    owner_of,
-)
 
 STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")
 """Orders stay in flight until `arrived`; what has arrived is looked at (where digests are wanted) until `committed`."""
@@ -74,7 +62,7 @@ class World(SimulatedCalls):
         self.reused = {"prefill": 0, "decode": 0}
         """Pages that rooms found there."""
         self.digest = digest
-        self.ranks = DecodeRanks()
+        self.ranks = simulated_nodes.DecodeRanks()
         self.verified: set[Owner] = set()
         """Rooms of which our rank found what was sent."""
         self.clock = ManualClock()
@@ -91,15 +79,15 @@ class World(SimulatedCalls):
         self.inspections: deque[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = deque()
         """Introductions that the prefill node checks elsewhere."""
         self.prompts: dict[Owner, int] = {}
-        self.engines = Engines("a", "b")
+        self.engines = simulated_nodes.Engines("a", "b")
         self.pool = EnginePool(self.memory)
         self.decoding: set[Owner] = set()
         """Requests whose room was handed over to an engine with pages of its own."""
         self.engines.on_event = self.decode_engine_hears
-        self.on_their_way: set[tuple[Owner, Path]] = set()
+        self.on_their_way: set[tuple[Owner, simulated_nodes.Path]] = set()
         """Bytes of dead or failed writers, or of writers that lost a path, that may still arrive."""
-        self.given_epochs = dict.fromkeys(TRANSPORTS, 0)
-        self.revoked_before = dict.fromkeys(TRANSPORTS, 0)
+        self.given_epochs = dict.fromkeys(simulated_nodes.TRANSPORTS, 0)
+        self.revoked_before = dict.fromkeys(simulated_nodes.TRANSPORTS, 0)
         self.towards_rank: deque[NodeToWorker] = deque()
         """Orders of the fence to the decode node's rank worker."""
         told = SimpleNamespace(layers=(R0,), send=lambda rank, message: self.towards_rank.append(message))
@@ -107,27 +95,27 @@ class World(SimulatedCalls):
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
         self.prefixes = self.prefix_cache(self.book)
-        self.decode_nodes = PrefillNodes(self.describe, OneLink(self), EventStream())
+        self.decode_nodes = PrefillNodes(self.describe, simulated_nodes.OneLink(self), EventStream())
         settings = RoomSettings(
             geometry=GEOMETRY, adopted=adopted, shares_prefixes=shares, digest=digest, limits=DECODE_LIMITS
         )
         pages = RoomPages(self.book, settings, self.events, self.prefixes)
         self.decode = DecodeRooms(pages, self.ranks, self.engines, self.decode_nodes, self.fence, clock=self.clock)
         self.decode_verbs = EngineVerbs(self.decode)
-        self.admission = own_admission(self.decode, self.book, self)
+        self.admission = simulated_nodes.own_admission(self.decode, self.book, self)
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
         endpoints = (TransportEndpoint(transport=name, data=b"", epoch=at) for name, at in self.given_epochs.items())
-        rank = RankDescription(manifest=DESTINATION, endpoints=tuple(endpoints))
+        rank = RankDescription(manifest=simulated_nodes.DESTINATION, endpoints=tuple(endpoints))
         return describe_decode(ranks=(pack_rank(rank),))
 
     def prefix_cache(self, book: PageBook) -> PrefixCache | None:
         return PrefixCache(book, PrefixIndex((IndexSpace.FULL,), PAGES), clock=self.clock) if self.shares else None
 
-    def new_life(self) -> PrefillNode:
+    def new_life(self) -> simulated_nodes.PrefillNode:
         self.lives += 1
-        return PrefillNode(self, f"aaaa{self.lives:012d}")
+        return simulated_nodes.PrefillNode(self, f"aaaa{self.lives:012d}")
 
     # ------------------------------------------------------------------ the link
 
@@ -174,7 +162,7 @@ class World(SimulatedCalls):
         if not changed and not error:
             self.verified.add(owner)
         if not error:
-            self.decode.hear(digested(order, R0, value))
+            self.decode.hear(simulated_nodes.digested(order, R0, value))
         code = "unsupported" if error else ""
         self.decode.hear(Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error))
 
@@ -192,7 +180,7 @@ class World(SimulatedCalls):
             case RenewEndpoints():
                 self._give_out(message.epoch, message.transports)
             case RevokeEndpoints():
-                for name in message.transports or TRANSPORTS:
+                for name in message.transports or simulated_nodes.TRANSPORTS:
                     self.revoked_before[name] = max(self.revoked_before[name], message.before_epoch)
                 self.on_their_way = {(owner, path) for owner, path in self.on_their_way if self.is_open(path)}
                 self.fence.revoked(R0, message.before_epoch)
@@ -203,29 +191,29 @@ class World(SimulatedCalls):
         self.decode.worker_gone(R0, "killed")
         self._give_out(self.fence.epoch)
 
-    def is_open(self, path: Path) -> bool:
+    def is_open(self, path: simulated_nodes.Path) -> bool:
         transport, epoch = path
         return epoch >= self.revoked_before[transport]
 
     def _give_out(self, epoch: int, transports: tuple[str, ...] = ()) -> None:
-        self.given_epochs |= dict.fromkeys(transports or TRANSPORTS, epoch)
+        self.given_epochs |= dict.fromkeys(transports or simulated_nodes.TRANSPORTS, epoch)
         self.decode_nodes.refresh()
         self.fence.ready(R0, epoch)
 
-    def lose(self, worker: Worker, orders: Iterable[Send] | None = None) -> None:
+    def lose(self, worker: simulated_nodes.Worker, orders: Iterable[Send] | None = None) -> None:
         """The bytes of some orders of a worker (or of all) stay behind."""
         for order in [*worker.orders, *worker.active] if orders is None else orders:
             if self.is_open(worker.paths[order.order]):
-                self.on_their_way.add((owner_of(order), worker.paths[order.order]))
+                self.on_their_way.add((simulated_nodes.owner_of(order), worker.paths[order.order]))
                 worker.spoil(order)
 
-    def path_lost(self, worker: Worker, order: Send, *, in_transit: bool) -> None:
+    def path_lost(self, worker: simulated_nodes.Worker, order: Send, *, in_transit: bool) -> None:
         """An order goes on over the other path, and something may still arrive by the one that it has lost."""
         if in_transit:
             self.lose(worker, [order])
         worker.reroute(order, in_transit=in_transit)
 
-    def order_ends(self, worker: Worker, order: Send, *, how: str) -> None:
+    def order_ends(self, worker: simulated_nodes.Worker, order: Send, *, how: str) -> None:
         """`how`: well, stopped (nothing of it is on its way), lost (something is), active (it goes on)."""
         cut_off = not self.is_open(worker.paths[order.order])
         if how == "lost":
@@ -233,7 +221,7 @@ class World(SimulatedCalls):
         well = how == "well" and not cut_off
         worker.end(order, well=well, in_transit=how == "lost", quiet=how != "active")
 
-    def transport_closed(self, worker: Worker) -> None:
+    def transport_closed(self, worker: simulated_nodes.Worker) -> None:
         self.lose(worker, worker.active)
         worker.close_transport()
 

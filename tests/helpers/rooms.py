@@ -17,21 +17,8 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Role, Tab
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.plan.pairing import Demand, LaneRows
 from kvbridge.core.session.tables import RoomState
+from kvbridge.core.wire import engine_messages
 from kvbridge.core.wire.codec import pack_rank
-from kvbridge.core.wire.engine_messages import (
-    AbortRoom,
-    Begin,
-    Call,
-    Claim,
-    Extend,
-    Finish,
-    Loaded,
-    Pages,
-    Provide,
-    Publish,
-    Release,
-    RoomEvent,
-)
 from kvbridge.core.wire.messages import (
     FEATURES,
     NodeDescription,
@@ -49,15 +36,7 @@ from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room import Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
-from kvbridge.telemetry.facts import (
-    EventStream,
-    Fact,
-    PagesDiffer,
-    RequestRefused,
-    RequestWaited,
-    RoomEntered,
-    RoomMessageRefused,
-)
+from kvbridge.telemetry import facts
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page
@@ -144,30 +123,32 @@ def pick(messages: list[tuple[object, object]], kind: type[MessageT], to: object
     return [message for whom, message in messages if isinstance(message, kind) and to in {None, whom}]
 
 
-class RecordedEvents(EventStream):
+class RecordedEvents(facts.EventStream):
     def __init__(self) -> None:
         super().__init__()
-        self.facts: list[Fact] = []
-        self.add_reader({Fact: lambda _now_s, fact: self.facts.append(fact)})
+        self.facts: list[facts.Fact] = []
+        self.add_reader({facts.Fact: lambda _now_s, fact: self.facts.append(fact)})
 
     def of(self, kind: type[MessageT]) -> list[MessageT]:
         return [fact for fact in self.facts if isinstance(fact, kind)]
 
     @property
     def refusals(self) -> Counter[str]:
-        return Counter(fact.code for fact in self.facts if isinstance(fact, RequestRefused | RoomMessageRefused))
+        return Counter(
+            fact.code for fact in self.facts if isinstance(fact, facts.RequestRefused | facts.RoomMessageRefused)
+        )
 
     @property
     def states(self) -> list[RoomState]:
-        return [fact.state for fact in self.of(RoomEntered)]
+        return [fact.state for fact in self.of(facts.RoomEntered)]
 
     @property
     def mismatches(self) -> dict[ComponentKind, int]:
-        return {fact.component: fact.pages for fact in self.of(PagesDiffer)}
+        return {fact.component: fact.pages for fact in self.of(facts.PagesDiffer)}
 
     @property
     def waits(self) -> list[tuple[str, float]]:
-        return [(fact.outcome, fact.seconds) for fact in self.of(RequestWaited)]
+        return [(fact.outcome, fact.seconds) for fact in self.of(facts.RequestWaited)]
 
 
 class Recorder:
@@ -204,9 +185,9 @@ class FakeEngines:
         self.names = set(names)
         self.ranks: dict[str, tuple[Rank, ...]] = {}
         """For each that was asked about: one of its own, unless a test says otherwise."""
-        self.events: list[RoomEvent] = []
+        self.events: list[engine_messages.RoomEvent] = []
 
-    def push(self, event: RoomEvent) -> None:
+    def push(self, event: engine_messages.RoomEvent) -> None:
         self.events.append(event)
 
     def ranks_of(self, name: str) -> tuple[Rank, ...]:
@@ -277,44 +258,54 @@ class EngineVerbs:
     rooms: PrefillRooms | DecodeRooms
     ranks: tuple[Rank, ...] = (R0,)
 
-    def _call(self, engine: str, ranks: tuple[Rank, ...] | None, message: Call) -> Pages | None:
+    def _call(
+        self, engine: str, ranks: tuple[Rank, ...] | None, message: engine_messages.Call
+    ) -> engine_messages.Pages | None:
         return self.rooms.calls[type(message)](AttachedEngine(engine, 0, ranks or self.ranks), message)
 
-    def begin(self, engine="engine", ranks=None, room=1, *, prompt_tokens=TOKENS, tables=None, **fields) -> Pages:
+    def begin(
+        self, engine="engine", ranks=None, room=1, *, prompt_tokens=TOKENS, tables=None, **fields
+    ) -> engine_messages.Pages:
         wire = to_wire(tables or {})
-        return self._call(engine, ranks, Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, **fields))
+        return self._call(
+            engine, ranks, engine_messages.Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, **fields)
+        )
 
     def publish(self, engine="engine", ranks=None, room=1, *, upto_token=TOKENS, layers=None, tables=None, **fields):
         wire = to_wire(tables or {})
         self._call(
-            engine, ranks, Publish(call=1, room=room, upto_token=upto_token, layers=layers, tables=wire, **fields)
+            engine,
+            ranks,
+            engine_messages.Publish(call=1, room=room, upto_token=upto_token, layers=layers, tables=wire, **fields),
         )
 
     def finish(self, engine="engine", ranks=None, room=1, *, metadata=b"meta", **fields) -> None:
-        self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, **fields))
+        self._call(engine, ranks, engine_messages.Finish(call=1, room=room, metadata=metadata, **fields))
 
     def provide(self, room, tables, *, prefix_tokens=0) -> None:
-        self._call("", None, Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
+        self._call(
+            "", None, engine_messages.Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens)
+        )
 
     def claim(self, engine="engine", room=1, page_hashes=b"", **fields) -> Room:
         self.claim_pages(engine, room, page_hashes, **fields)
         return self.rooms.book.used_by(engine, room)
 
-    def claim_pages(self, engine, room, page_hashes=b"", **fields) -> Pages:
+    def claim_pages(self, engine, room, page_hashes=b"", **fields) -> engine_messages.Pages:
         ranks = self.rooms.engines.ranks_of(engine)
-        answer = self._call(engine, ranks, Claim(call=1, room=room, page_hashes=page_hashes, **fields))
+        answer = self._call(engine, ranks, engine_messages.Claim(call=1, room=room, page_hashes=page_hashes, **fields))
         assert answer is not None
         return answer
 
     def loaded(self, engine="engine", room=1, ranks=None, generation=1, **figures) -> None:
-        self._call(engine, ranks, Loaded(call=1, room=room, generation=generation, **figures))
+        self._call(engine, ranks, engine_messages.Loaded(call=1, room=room, generation=generation, **figures))
 
     def extend(self, engine, room, tokens) -> Tables:
-        self._call(engine, None, Extend(call=1, room=room, tokens=tokens))
+        self._call(engine, None, engine_messages.Extend(call=1, room=room, tokens=tokens))
         return self.rooms.book.used_by(engine, room).tables
 
     def release(self, engine="engine", room=1, generation=0, ranks=None, **answer) -> None:
-        self._call(engine, ranks, Release(call=1, room=room, generation=generation, **answer))
+        self._call(engine, ranks, engine_messages.Release(call=1, room=room, generation=generation, **answer))
 
     def abort(self, engine="engine", room=1, reason="enough", **fields) -> None:
-        self._call(engine, None, AbortRoom(call=1, room=room, reason=reason, **fields))
+        self._call(engine, None, engine_messages.AbortRoom(call=1, room=room, reason=reason, **fields))

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
 
@@ -60,7 +57,7 @@ def _value(value: AnyValue) -> Any:
 
 
 def _received(body: bytes) -> Iterator[ReceivedSpan]:
-    request = ExportTraceServiceRequest.FromString(body)
+    request = trace_service_pb2.ExportTraceServiceRequest.FromString(body)
     for of_resource in request.resource_spans:
         resource = {pair.key: _value(pair.value) for pair in of_resource.resource.attributes}
         for of_scope in of_resource.scope_spans:
@@ -96,7 +93,7 @@ def span_collector(**settings: Any) -> Iterator[Collector]:
             if collector.status == 200:
                 assert self.headers["Content-Type"] == "application/x-protobuf"
                 collector.spans.extend(_received(body))
-            answer = ExportTraceServiceResponse().SerializeToString()
+            answer = trace_service_pb2.ExportTraceServiceResponse().SerializeToString()
             self.send_response(collector.status)
             self.send_header("Content-Type", "application/x-protobuf")
             self.send_header("Content-Length", str(len(answer)))

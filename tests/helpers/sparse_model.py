@@ -12,15 +12,8 @@ from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
 from kvbridge.engine import DecodeRoom, PrefillRoom
+from kvbridge.engine.adapters import transformers
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, read_parts, reencoded
-from kvbridge.engine.adapters.transformers import (
-    Generated,
-    Prefill,
-    SparseDecoder,
-    generate,
-    load_model,
-    prefill_chunks,
-)
 from kvbridge.sparse import SparseCache
 from tests.helpers.sparse_reference import SelectedAttention, reencoding_cache
 from tests.helpers.torch_pools import Form, Pools, engine_of, load_config, make_pools, part, prompt_tokens
@@ -33,7 +26,7 @@ HOST = frozenset({C4})
 class Alone:
     """A request that the model decoded alone, in the arithmetic of sparse decode."""
 
-    generated: Generated
+    generated: transformers.Generated
     cache: DynamicCache
 
     @property
@@ -53,25 +46,25 @@ class SparseModelPair:
     def __init__(self, encoding: Encoding = Encoding.NATIVE, device: str = "cpu", config: dict[str, Any] | None = None):
         facts = config or load_config()
         self.device = torch.device(device)
-        self.model = load_model(facts, device=self.device)
+        self.model = transformers.load_model(facts, device=self.device)
         self.geometry = geometry_from_config(facts, encoding=encoding)
         self.codec = CacheCodec(self.geometry, self.model)
         self.c4 = self.geometry.component(C4)
         self.top_k = int(self.model.config.index_topk)
 
-    def prefill(self, tokens: int, *, offset: int = 0) -> Prefill:
-        return prefill_chunks(self.model, prompt_tokens(tokens, offset=offset), chunk_tokens=512)
+    def prefill(self, tokens: int, *, offset: int = 0) -> transformers.Prefill:
+        return transformers.prefill_chunks(self.model, prompt_tokens(tokens, offset=offset), chunk_tokens=512)
 
-    def alone(self, prefill: Prefill, steps: int) -> Alone:
+    def alone(self, prefill: transformers.Prefill, steps: int) -> Alone:
         """Decode as sparse decode must to the last bit, with the loss of quantised rows."""
         cache = reencoded(self.codec, prefill.cache, into=reencoding_cache(self.model.config, self.codec))
         attention = SelectedAttention(self.model)
         with attention:
-            generated = generate(self.model, cache, first_token=prefill.first_token, steps=steps)
+            generated = transformers.generate(self.model, cache, first_token=prefill.first_token, steps=steps)
         assert attention.steps == steps * len(self.c4.layers)
         return Alone(generated, cache)
 
-    def pools(self, prefill: Prefill, *, steps: int, seed: int = 0) -> Pools:
+    def pools(self, prefill: transformers.Prefill, *, steps: int, seed: int = 0) -> Pools:
         """Pages that hold a request, as a transfer leaves them, with room for `steps` more tokens."""
         tokens = prefill.cache.get_seq_length()
         form = Form(host=HOST, page_first=True, extent_pages=3)
@@ -94,7 +87,7 @@ class SparseModelPair:
 
 @dataclass
 class SparseRequest:
-    decoder: SparseDecoder
+    decoder: transformers.SparseDecoder
     slot: int
     cache: DynamicCache
 
@@ -107,7 +100,7 @@ class SparseRequest:
 
 
 def admitted(
-    decoder: SparseDecoder, pools: Pools, slot: int, *, tokens: int, host: PageTable | None = None
+    decoder: transformers.SparseDecoder, pools: Pools, slot: int, *, tokens: int, host: PageTable | None = None
 ) -> SparseRequest:
     """Admit the request in `pools`, with its own host table or another one."""
     tables = pools.tables if host is None else {**pools.tables, IndexSpace.HOST: host}

@@ -5,24 +5,14 @@ from hypothesis import given, settings, strategies as st
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.kept_journal import (
-    ENTRY_BYTES,
-    FIRST,
-    Held,
-    KeptFile,
-    KeptHeader,
-    entry_bases,
-    header_bytes,
-    read_header,
-    read_journal,
-)
+from kvbridge.daemon import kept_journal
 
 HOST_COPIES, HOMES = 6, 106
-HEADER = KeptHeader(
+HEADER = kept_journal.KeptHeader(
     incarnation="i",
     form={"layout": "l", "ranks": "pp0.tp0"},
     page_counts={IndexSpace.FULL_COPY: HOST_COPIES, IndexSpace.SWA_COPY: HOST_COPIES, IndexSpace.HOST: HOMES},
-    files=(KeptFile(name="twins.0", length_bytes=4096, inode=7),),
+    files=(kept_journal.KeptFile(name="twins.0", length_bytes=4096, inode=7),),
 )
 
 
@@ -30,9 +20,9 @@ def key_of(text: str) -> bytes:
     return text.encode().ljust(16, b".")
 
 
-def page_of(text: str, twin: int, digest: int) -> Held:
-    parent = key_of(text[:-1]) if len(text) > 1 else FIRST
-    return Held(IndexSpace.FULL_COPY, key_of(text), (twin,), parent, 100 + twin, (digest,))
+def page_of(text: str, twin: int, digest: int) -> kept_journal.Held:
+    parent = key_of(text[:-1]) if len(text) > 1 else kept_journal.FIRST
+    return kept_journal.Held(IndexSpace.FULL_COPY, key_of(text), (twin,), parent, 100 + twin, (digest,))
 
 
 def page_number(space: IndexSpace, twin: int) -> int:
@@ -48,19 +38,19 @@ class Pool:
         """By number: the text of whose page it holds, and the digest of these bytes."""
         self.held: dict[int, str] = {}
         self.checkpoints: dict[str, tuple[int, ...]] = {}
-        head = header_bytes(HEADER)
-        self.bases, end = entry_bases(HEADER.page_counts, len(head))
+        head = kept_journal.header_bytes(HEADER)
+        self.bases, end = kept_journal.entry_bases(HEADER.page_counts, len(head))
         self.journal = bytearray(head.ljust(end, b"\0"))
         self.start = len(head)
         self.writes = 0
 
-    def say(self, held: Held) -> None:
+    def say(self, held: kept_journal.Held) -> None:
         for place, entry in held.entries(self.writes):
             self.put(place, entry)
 
     def put(self, place: tuple[IndexSpace, int], entry: bytes) -> None:
-        at = self.bases[place[0]] + place[1] * ENTRY_BYTES
-        self.journal[at : at + ENTRY_BYTES] = entry
+        at = self.bases[place[0]] + place[1] * kept_journal.ENTRY_BYTES
+        self.journal[at : at + kept_journal.ENTRY_BYTES] = entry
 
     def write(self, number: int, text: str) -> int:
         self.writes += 1
@@ -82,7 +72,7 @@ class Pool:
             return
         numbers = [page_number(IndexSpace.SWA_COPY, twin) for twin in twins]
         digests = tuple(self.write(number, f"end of {text}") for number in numbers)
-        self.say(Held(IndexSpace.SWA_COPY, key_of(text), twins, digests=digests))
+        self.say(kept_journal.Held(IndexSpace.SWA_COPY, key_of(text), twins, digests=digests))
         self.checkpoints[text] = twins
 
     def remove(self, twin: int) -> None:
@@ -90,13 +80,13 @@ class Pool:
         if text is None or any(other.startswith(text) and other != text for other in self.held.values()):
             return
         for end in self.checkpoints.pop(text, ()):
-            self.put((IndexSpace.SWA_COPY, end), bytes(ENTRY_BYTES))
-        self.put((IndexSpace.FULL_COPY, twin), bytes(ENTRY_BYTES))
+            self.put((IndexSpace.SWA_COPY, end), bytes(kept_journal.ENTRY_BYTES))
+        self.put((IndexSpace.FULL_COPY, twin), bytes(kept_journal.ENTRY_BYTES))
         del self.held[twin]
 
     def taken(self, journal: bytes) -> tuple[set[str], set[str]]:
         """The pages that a new process takes over with this memory and this journal, by digests; fails when a page is wrong."""
-        _, contents = read_journal(bytes(journal))
+        _, contents = kept_journal.read_journal(bytes(journal))
         pages, ends = set(), set()
         for keys, path in contents.prompts():
             for at, page in enumerate(path):
@@ -154,10 +144,10 @@ def test_cut_at_any_byte_no_page_is_wrong(steps, data):
 @settings(max_examples=300, deadline=None)
 def test_with_any_byte_flipped_no_page_is_wrong_and_all_but_one_entry_counts(steps, data):
     pool = pool_after(steps)
-    before = read_journal(bytes(pool.journal))[1]
+    before = kept_journal.read_journal(bytes(pool.journal))[1]
     flipped = bytearray(pool.journal)
     flipped[data.draw(st.integers(pool.start, len(pool.journal) - 1))] ^= data.draw(st.integers(1, 255))
-    after = read_journal(bytes(flipped))[1]
+    after = kept_journal.read_journal(bytes(flipped))[1]
     assert after.damaged == 1
     lost = len(before.pages) - len(after.pages) + len(before.checkpoints) - len(after.checkpoints)
     assert lost in {0, 1}, "0: where there was no entry"
@@ -171,8 +161,8 @@ def test_killed_while_an_entry_is_written_or_wiped_no_page_is_wrong(steps, data)
     pool, before = pool_after(steps[:-1]), pool_after(steps[:-1])
     for verb, *arguments in steps[-1:]:
         getattr(pool, verb)(*arguments)
-    cut = data.draw(st.integers(0, ENTRY_BYTES))
-    for base in range(pool.start, len(pool.journal), ENTRY_BYTES):
+    cut = data.draw(st.integers(0, kept_journal.ENTRY_BYTES))
+    for base in range(pool.start, len(pool.journal), kept_journal.ENTRY_BYTES):
         before.journal[base : base + cut] = pool.journal[base : base + cut]
     pages, _ = pool.taken(before.journal)
     assert pages <= set(before.held.values()) | set(pool.held.values())
@@ -181,17 +171,17 @@ def test_killed_while_an_entry_is_written_or_wiped_no_page_is_wrong(steps, data)
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_a_header_comes_back_or_is_refused(data):
-    whole = header_bytes(HEADER)
-    assert read_header(whole + b"x" * ENTRY_BYTES) == (HEADER, len(whole))
-    assert len(whole) % ENTRY_BYTES == 0
+    whole = kept_journal.header_bytes(HEADER)
+    assert kept_journal.read_header(whole + b"x" * kept_journal.ENTRY_BYTES) == (HEADER, len(whole))
+    assert len(whole) % kept_journal.ENTRY_BYTES == 0
     text_end = len(whole.rstrip(b"\0"))
     cut = data.draw(st.integers(0, text_end - 1))
     with pytest.raises(IntegrityError):
-        read_header(whole[:cut])
+        kept_journal.read_header(whole[:cut])
     flipped = bytearray(whole)
     flipped[data.draw(st.integers(0, text_end - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(IntegrityError):
-        read_header(bytes(flipped))
+        kept_journal.read_header(bytes(flipped))
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,7 @@ import torch
 from kvbridge.core.plan.pages import PageArray, page_copies
 from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
-from tests.bench.gpu.timing import (
-    PAGE_BYTES,
-    CacheFlush,
-    device_memory,
-    event_us,
-    fill_random,
-    graph_us,
-    host_memory,
-    of_page_copies,
-    tensor_at,
-    with_budgets,
-)
+from tests.bench.gpu import timing
 
 LAYERS = 21
 LAYER_PAGES = 1024
@@ -34,7 +23,7 @@ class Beds:
     device: int
     host: int
     stream: int
-    flush: CacheFlush
+    flush: timing.CacheFlush
     replays: int
 
     def sides(self, way: str) -> tuple[int, int]:
@@ -43,10 +32,14 @@ class Beds:
 
 def run(*, quick: bool) -> dict[str, Any]:
     torch.cuda.set_device(0)
-    size = POOL_PAGES * PAGE_BYTES
-    with host_memory(size) as mapping, device_memory(size) as device, torch.cuda.stream(torch.cuda.Stream()):
+    size = POOL_PAGES * timing.PAGE_BYTES
+    with (
+        timing.host_memory(size) as mapping,
+        timing.device_memory(size) as device,
+        torch.cuda.stream(torch.cuda.Stream()),
+    ):
         stream = torch.cuda.current_stream().cuda_stream
-        beds = Beds(device, mapping.address, stream, CacheFlush(0), 7 if quick else 21)
+        beds = Beds(device, mapping.address, stream, timing.CacheFlush(0), 7 if quick else 21)
         cases = [
             _case(beds, way, layers=layers, pages=pages)
             for way in WAYS
@@ -60,23 +53,23 @@ def _case(beds: Beds, way: str, *, layers: int, pages: int) -> dict[str, Any]:
     source, target = beds.sides(way)
     each = POOL_PAGES // layers
     ids = [torch.randperm(each, device="cuda", dtype=torch.int32)[:pages].contiguous() for _ in range(2)]
-    total = layers * pages * PAGE_BYTES
-    fill_random(source, POOL_PAGES * PAGE_BYTES, 0, seed=pages)
+    total = layers * pages * timing.PAGE_BYTES
+    timing.fill_random(source, POOL_PAGES * timing.PAGE_BYTES, 0, seed=pages)
     origins, targets = (_pages(address, layers, each) for address in (source, target))
     here, there = (chosen.cpu().numpy() for chosen in ids)
-    operations = page_copies((origins, here), (targets, there), PAGE_BYTES)
+    operations = page_copies((origins, here), (targets, there), timing.PAGE_BYTES)
     with StretchCopier(0, blocks=BLOCKS) as copier:
         copier.submit(operations, stream=beds.stream)
         wrong = _wrong_pages(source, target, ids, layers=layers, each=each)
         assert not wrong, f"{wrong} wrong pages: {way}, {layers} layers, {pages} pages"
-        us = event_us(
+        us = timing.event_us(
             0,
             beds.stream,
             lambda: copier.submit(operations, stream=beds.stream),
             replays=beds.replays,
             before=lambda _: beds.flush.enqueue(beds.stream),
         )
-    link_us = graph_us(
+    link_us = timing.graph_us(
         0,
         beds.stream,
         lambda: runtime.copy(target, source, total, device=0, stream=beds.stream),
@@ -96,15 +89,15 @@ def _case(beds: Beds, way: str, *, layers: int, pages: int) -> dict[str, Any]:
 
 
 def _pages(address: int, layers: int, each: int) -> PageArray:
-    begins = (address + layer * each * PAGE_BYTES for layer in range(layers))
-    return PageArray.contiguous(*begins, page_count=each, stride_bytes=PAGE_BYTES)
+    begins = (address + layer * each * timing.PAGE_BYTES for layer in range(layers))
+    return PageArray.contiguous(*begins, page_count=each, stride_bytes=timing.PAGE_BYTES)
 
 
 def _wrong_pages(source: int, target: int, ids: list[torch.Tensor], *, layers: int, each: int) -> int:
     """How many pages of the destination differ from the source's."""
-    words = POOL_PAGES * PAGE_BYTES // 8
+    words = POOL_PAGES * timing.PAGE_BYTES // 8
     torch.cuda.synchronize()
-    sides = [tensor_at(address, words, torch.int64, 0).reshape(layers, each, -1) for address in (source, target)]
+    sides = [timing.tensor_at(address, words, torch.int64, 0).reshape(layers, each, -1) for address in (source, target)]
     wrong = 0
     for layer in range(layers):
         read = [side[layer][chosen.long()] for side, chosen in zip(sides, ids, strict=True)]
@@ -113,4 +106,4 @@ def _wrong_pages(source: int, target: int, ids: list[torch.Tensor], *, layers: i
 
 
 def table(found: dict[str, Any]) -> str:
-    return with_budgets(found["cases"], of_page_copies(found["cases"]))
+    return timing.with_budgets(found["cases"], timing.of_page_copies(found["cases"]))

@@ -25,21 +25,13 @@ from kvbridge.transport import create_transport
 from kvbridge.transport.base import Endpoint, Transfer, TransferState
 from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.worker.rank import Pauses
-from tests.bench.gpu.timing import (
-    PAGE_BYTES,
-    device_memory,
-    fill_random,
-    host_memory,
-    of_transport,
-    tensor_at,
-    with_budgets,
-)
+from tests.bench.gpu import timing
 from tests.helpers.gpu_children import Child, child
 from tests.helpers.shared_buffer import connect
 
 LAYERS = 21
 LAYER_PAGES = 1024
-LENGTH_BYTES = LAYERS * LAYER_PAGES * PAGE_BYTES
+LENGTH_BYTES = LAYERS * LAYER_PAGES * timing.PAGE_BYTES
 TURNS = 9
 LIMIT_S = 60.0
 
@@ -84,10 +76,10 @@ def _case(writer: Child, words: torch.Tensor, pages: int, turns: int) -> dict[st
     words.zero_()
     _asked(writer, "transfer", pages)
     sums = _asked(writer, "sums", pages)
-    found = weighted(words[: LENGTH_BYTES // 8].reshape(-1, PAGE_BYTES // 8), scattered(pages)[1])
+    found = weighted(words[: LENGTH_BYTES // 8].reshape(-1, timing.PAGE_BYTES // 8), scattered(pages)[1])
     wrong = int((found != torch.from_numpy(sums)).sum())
     assert not wrong, f"{wrong} of {len(found)} pages have wrong bytes"
-    total = len(found) * PAGE_BYTES
+    total = len(found) * timing.PAGE_BYTES
     both_s = [(_asked(writer, "transfer", pages), _asked(writer, "copy", pages)) for _ in range(turns + 1)][1:]
     moved, plain = (total / statistics.median(taken_s) / 1e9 for taken_s in zip(*both_s, strict=True))
     return {"tokens": 256 * pages, "bytes": total, "gb_s": moved, "copy_gb_s": plain}
@@ -113,8 +105,8 @@ def weighted(pages: torch.Tensor, chosen: np.ndarray) -> torch.Tensor:
 
 def write(pipe: Connection, told: Told) -> None:
     """Obey until the pipe ends: "transfer" pages or "copy" as many bytes (answers seconds), or tell the "sums" of the pages."""
-    with device_memory(LENGTH_BYTES) as address, host_memory(LENGTH_BYTES) as plain, ExitStack() as stack:
-        fill_random(address, LENGTH_BYTES, 0)
+    with timing.device_memory(LENGTH_BYTES) as address, timing.host_memory(LENGTH_BYTES) as plain, ExitStack() as stack:
+        timing.fill_random(address, LENGTH_BYTES, 0)
         transport = LocalTransport(TransportSettings().local)
         stack.callback(transport.close)
         vram = Extent(address=address, length_bytes=LENGTH_BYTES, kind=MemoryKind.VRAM, device=0, label="source")
@@ -130,17 +122,17 @@ def write(pipe: Connection, told: Told) -> None:
             begun_s = time.monotonic()
             if what == "transfer":
                 sides = (
-                    (ids * PAGE_BYTES + base).astype(np.uint64)
+                    (ids * timing.PAGE_BYTES + base).astype(np.uint64)
                     for ids, base in ((source, address), (target, told.address))
                 )
-                operations = Operations(*sides, np.full(len(source), PAGE_BYTES, dtype=np.uint64))
+                operations = Operations(*sides, np.full(len(source), timing.PAGE_BYTES, dtype=np.uint64))
                 begun_s = time.monotonic()
                 _finish(transport.submit(peer, operations, deadline_s=LIMIT_S), pauses)
             elif what == "copy":
-                runtime.copy(plain.address, address, len(source) * PAGE_BYTES, device=0, stream=stream.handle)
+                runtime.copy(plain.address, address, len(source) * timing.PAGE_BYTES, device=0, stream=stream.handle)
                 stream.synchronize()
             else:
-                words = tensor_at(address, LENGTH_BYTES // 8, torch.int64, 0).reshape(-1, PAGE_BYTES // 8)
+                words = timing.tensor_at(address, LENGTH_BYTES // 8, torch.int64, 0).reshape(-1, timing.PAGE_BYTES // 8)
                 pipe.send(weighted(words, source).numpy())
                 continue
             pipe.send(time.monotonic() - begun_s)
@@ -163,4 +155,4 @@ def _finish(transfer: Transfer, pauses: Pauses) -> None:
 
 
 def table(found: dict[str, Any]) -> str:
-    return with_budgets(found["cases"], of_transport(found["cases"]))
+    return timing.with_budgets(found["cases"], timing.of_transport(found["cases"]))

@@ -12,19 +12,8 @@ import pytest
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
+from kvbridge.core.wire import messages
 from kvbridge.core.wire.codec import PEER, pack_rank, unpack_rank
-from kvbridge.core.wire.messages import (
-    FEATURES,
-    Abort,
-    Done,
-    Drained,
-    Failed,
-    NodeDescription,
-    Offer,
-    Rejected,
-    Welcome,
-    WireTable,
-)
 from tests.helpers.cluster import eventually
 from tests.helpers.later_release import LaterCodec
 from tests.helpers.live_rooms import FULL_PAGES, LiveCluster, ends, http, metric, refuses, report, status
@@ -32,8 +21,8 @@ from tests.helpers.raw_peers import RawDecode, raw_prefill
 from tests.integration.endpoints.rooms import RANK, TOKENS, admitted, welcomed
 
 
-def table(space: IndexSpace, *ids: int, first_page: int = 0) -> WireTable:
-    return WireTable(space=space, first_page=first_page, ids=np.array(ids, dtype="<i4").tobytes())
+def table(space: IndexSpace, *ids: int, first_page: int = 0) -> messages.WireTable:
+    return messages.WireTable(space=space, first_page=first_page, ids=np.array(ids, dtype="<i4").tobytes())
 
 
 GOOD = {
@@ -45,8 +34,10 @@ GOOD = {
 """Pages of the real decode node that could hold a room of `TOKENS` tokens."""
 
 
-def offer(room: int, **changed: Any) -> Offer:
-    return Offer(**({"room": room, "generation": 1, "prompt_tokens": TOKENS, "tables": tuple(GOOD.values())} | changed))
+def offer(room: int, **changed: Any) -> messages.Offer:
+    return messages.Offer(
+        **({"room": room, "generation": 1, "prompt_tokens": TOKENS, "tables": tuple(GOOD.values())} | changed)
+    )
 
 
 # ------------------------------------------------------------------------------------------- offers
@@ -58,12 +49,12 @@ def test_an_offer_for_an_unknown_room_is_answered_in_the_end_and_its_replay_coun
         for _ in range(3):
             met.put(frame)
     met.sent += 1
-    failed = met.take(Failed, 8)
+    failed = met.take(messages.Failed, 8)
     assert (failed.generation, failed.code) == (1, "unknown_room")
     assert "timeouts.early_offer_s" in failed.message
-    met.take(Drained, 8)
-    met.send(Abort(room=9, generation=1, code="x", message="x"))
-    met.take(Drained, 9)
+    met.take(messages.Drained, 8)
+    met.send(messages.Abort(room=9, generation=1, code="x", message="x"))
+    met.take(messages.Drained, 9)
     assert not met.waiting, "the replay was answered a second time"
 
 
@@ -71,8 +62,8 @@ def test_an_offer_of_a_stranger_does_not_take_a_room(live: LiveCluster, raw: Raw
     room = admitted(live)
     with refuses(live.prefill, "unmet"):
         raw.send(offer(room))
-    assert raw.take(Failed).code == "not_ready"
-    raw.take(Drained, room)
+    assert raw.take(messages.Failed).code == "not_ready"
+    raw.take(messages.Drained, room)
     assert report(live.prefill, room)["state"] == "admitted"
     http("DELETE", live.prefill, f"/v1/requests/{room}")
 
@@ -82,30 +73,32 @@ def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(live, met, space, id
     room = admitted(live)
     met.send(offer(room, tables=tuple((GOOD | {space: table(space, *ids)}).values())))
     live.write(room, TOKENS)
-    failed = met.take(Failed)
+    failed = met.take(messages.Failed)
     assert failed.code == "page_out_of_bounds"
     assert str(max(ids)) in failed.message
-    met.take(Drained, room)
+    met.take(messages.Drained, room)
     assert str(max(ids)) in ends(live.prefill, room, "failed", "page_out_of_bounds")
     live.sender.abort(room, "told that it failed")
 
 
-def test_a_second_offer_for_a_room_is_the_first_ones_business(live: LiveCluster, met: RawDecode, real: NodeDescription):
+def test_a_second_offer_for_a_room_is_the_first_ones_business(
+    live: LiveCluster, met: RawDecode, real: messages.NodeDescription
+):
     room = admitted(live)
     met.send(offer(room))
     eventually("the offer taken", lambda: report(live.prefill, room)["state"] == "offered")
     met.send(offer(room, tables=()))
     with RawDecode(live.control) as other:
         other.send(other.introduction(real, instance="raw-2"))
-        other.take(Welcome)
+        other.take(messages.Welcome)
         other.send(offer(room))
-        assert other.take(Failed).code == "conflict"
-        other.take(Drained, room)
-        other.send(Abort(room=room, generation=1, code="aborted", message="mine"))
-        other.take(Drained, room)
+        assert other.take(messages.Failed).code == "conflict"
+        other.take(messages.Drained, room)
+        other.send(messages.Abort(room=room, generation=1, code="aborted", message="mine"))
+        other.take(messages.Drained, room)
     assert report(live.prefill, room)["state"] == "offered"
     met.send(offer(room, generation=2))
-    assert met.take(Failed).code == "unknown_room"
+    assert met.take(messages.Failed).code == "unknown_room"
     http("DELETE", live.prefill, f"/v1/requests/{room}")
     assert "cancelled by its client" in ends(live.prefill, room, "aborted", "aborted")
 
@@ -113,7 +106,7 @@ def test_a_second_offer_for_a_room_is_the_first_ones_business(live: LiveCluster,
 # ------------------------------------------------------------------------------------------- introductions
 
 
-def overlapping(real: NodeDescription) -> dict[str, Any]:
+def overlapping(real: messages.NodeDescription) -> dict[str, Any]:
     rank = unpack_rank(real.ranks[0])
     first, second, *others = rank.manifest.regions
     moved = second.model_copy(update={"extent_addresses": first.extent_addresses})
@@ -133,7 +126,7 @@ def overlapping(real: NodeDescription) -> dict[str, Any]:
 )
 def test_an_introduction_that_cannot_be_true_is_rejected(live, raw, real, change, code, text):
     raw.send(raw.introduction(real, **change(real)))
-    rejected = raw.take(Rejected)
+    rejected = raw.take(messages.Rejected)
     assert rejected.code == code, rejected
     assert text in rejected.message
     assert raw.incarnation not in {peer["incarnation"] for peer in status(live.prefill)["peers"]}
@@ -142,8 +135,8 @@ def test_an_introduction_that_cannot_be_true_is_rejected(live, raw, real, change
 # ------------------------------------------------------------------------------------------- the decode side
 
 
-def done(room: int, **changed: Any) -> Done:
-    return Done(**({"room": room, "generation": 1, "writer": RANK, "amounts": {}, "phases_s": {}} | changed))
+def done(room: int, **changed: Any) -> messages.Done:
+    return messages.Done(**({"room": room, "generation": 1, "writer": RANK, "amounts": {}, "phases_s": {}} | changed))
 
 
 def test_decode_does_not_believe_sums_that_are_short(live: LiveCluster) -> None:
@@ -165,13 +158,13 @@ def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up
             peer.send(offer(room))
         for message in (done(room, writer=Rank(pp=7, tp=0)), done(room, generation=2), done(4_711)):
             peer.send(message)
-        peer.send(Failed(room=room, generation=9, code="x", message="another attempt"))
+        peer.send(messages.Failed(room=room, generation=9, code="x", message="another attempt"))
         eventually(
             "a Done of nobody counted",
             lambda: metric(live.decode, "kvbridge_room_messages_refused_total", code="stale_done") >= stale + 2,
         )
         assert report(live.decode, room)["state"] == "offered"
-        peer.send(Drained(room=room, generation=1))
+        peer.send(messages.Drained(room=room, generation=1))
         assert "stopped without having sent everything" in ends(live.decode, room, "failed", "protocol")
 
 
@@ -181,8 +174,8 @@ def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up
 def test_a_decode_node_of_a_later_release_that_lacks_a_feature_is_met(live, raw, real):
     raw.codec = LaterCodec.of(PEER)
     raw.send(raw.introduction(real))
-    answer = raw.take(Welcome)
-    assert answer.features == FEATURES
+    answer = raw.take(messages.Welcome)
+    assert answer.features == messages.FEATURES
     raw.recipient = answer.incarnation
-    raw.send(Abort(room=4712, generation=1, code="aborted", message="mine"))
-    raw.take(Drained, 4712)
+    raw.send(messages.Abort(room=4712, generation=1, code="aborted", message="mine"))
+    raw.take(messages.Drained, 4712)

@@ -18,19 +18,8 @@ from kvbridge.control.local import framed
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.plan.operations import Amount
+from kvbridge.core.wire import messages
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, MessageCodec, pack_rank, unpack_rank
-from kvbridge.core.wire.messages import (
-    MAX_NODE_RANKS,
-    Abort,
-    Done,
-    Drained,
-    Failed,
-    Hello,
-    NodeDescription,
-    Offer,
-    Rejected,
-    Welcome,
-)
 from tests.fuzz.decoders import MESSAGES
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, metric, refuses, report
@@ -47,7 +36,7 @@ GROWTH_BYTES = 96 << 20
 # ------------------------------------------------------------------------------------------- introductions
 
 
-def interleaved(real: NodeDescription) -> tuple[bytes, ...]:
+def interleaved(real: messages.NodeDescription) -> tuple[bytes, ...]:
     """Pairs of regions with endless pages that never touch: to look at each page would take minutes."""
     rank = unpack_rank(real.ranks[0])
     on_device = [region for region in rank.manifest.regions if region.space is not IndexSpace.HOST]
@@ -60,7 +49,7 @@ def interleaved(real: NodeDescription) -> tuple[bytes, ...]:
     return (pack_rank(rank.model_copy(update={"manifest": manifest})),)
 
 
-def many_ranks(real: NodeDescription) -> tuple[bytes, ...]:
+def many_ranks(real: messages.NodeDescription) -> tuple[bytes, ...]:
     """As many ranks as a node may have, each with as many extents as fit, and no way to reach any."""
     rank = unpack_rank(real.ranks[0])
     extents = 9_000 // 8 // len(rank.manifest.regions)
@@ -70,7 +59,7 @@ def many_ranks(real: NodeDescription) -> tuple[bytes, ...]:
         form = {"extent_addresses": addresses, "page_count": extents, "pages_per_extent": 1}
         regions.append(region.model_copy(update=form))
     manifest = rank.manifest.model_copy(update={"regions": tuple(regions)})
-    return (pack_rank(rank.model_copy(update={"manifest": manifest, "endpoints": ()})),) * MAX_NODE_RANKS
+    return (pack_rank(rank.model_copy(update={"manifest": manifest, "endpoints": ()})),) * messages.MAX_NODE_RANKS
 
 
 @pytest.mark.parametrize(("ranks", "code"), [(interleaved, "invalid_input"), (many_ranks, "transport_failed")])
@@ -78,7 +67,7 @@ def test_no_introduction_holds_the_daemon_up(live, raw, real, ranks, code):
     hello = raw.introduction(real, instance="hostile", ranks=ranks(real))
     before_s = processor_s(live.prefill)
     raw.send(hello)
-    assert raw.take(Rejected).code == code
+    assert raw.take(messages.Rejected).code == code
     assert processor_s(live.prefill) - before_s < BUSY_S
 
 
@@ -100,8 +89,8 @@ def test_an_abort_ends_no_room_of_others(live: LiveCluster, met: RawDecode, who:
         waiting, running = admitted(live), live.pair(TOKENS)
         eventually("offered", lambda: report(live.prefill, running)["state"] == "offered")
         for room in (waiting, running):
-            peer.send(Abort(room=room, generation=1, code="aborted", message="mine"))
-            peer.take(Drained, room)  # the truth: we do not write to this peer's pages
+            peer.send(messages.Abort(room=room, generation=1, code="aborted", message="mine"))
+            peer.take(messages.Drained, room)  # the truth: we do not write to this peer's pages
     assert frames_refused(live.prefill, "unmet") - before == (2 if who == "a stranger" else 0)
     assert report(live.prefill, waiting)["state"] == "admitted"
     live.cross(TOKENS, running)
@@ -112,9 +101,9 @@ def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -
     with raw_prefill() as writer, raw_prefill() as other:
         others, room = welcomed(live, other), welcomed(live, writer)
         strange = metric(live.decode, "kvbridge_room_messages_refused_total", code="foreign_done")
-        other.send(Failed(room=room, generation=1, code="x", message="not yours"))
-        other.send(Drained(room=room, generation=1))
-        other.send(Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
+        other.send(messages.Failed(room=room, generation=1, code="x", message="not yours"))
+        other.send(messages.Drained(room=room, generation=1))
+        other.send(messages.Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
         eventually(
             "the Done of another refused",
             lambda: metric(live.decode, "kvbridge_room_messages_refused_total", code="foreign_done") > strange,
@@ -127,12 +116,12 @@ def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -
 def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(live: LiveCluster) -> None:
     with raw_prefill() as writer, raw_prefill() as other:
         room, waiting = welcomed(live, writer), offered_to(live, other)
-        other.take(Hello)
+        other.take(messages.Hello)
         facts = {"instance": "raw", "node": "n", "incarnation": writer.incarnation, "pp_size": 1, "tp_size": 1}
         with refuses(live.decode, "unmet", 3):
-            other.send(Drained(room=room, generation=1))
-            other.send(Welcome(**facts, ranks=(RANK,)))
-            other.send(Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
+            other.send(messages.Drained(room=room, generation=1))
+            other.send(messages.Welcome(**facts, ranks=(RANK,)))
+            other.send(messages.Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
         assert report(live.decode, room)["state"] == "offered"
         give_up(live, writer, room)
         ends(live.decode, waiting, "failed", "deadline")
@@ -141,7 +130,7 @@ def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(li
 def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster) -> None:
     with raw_prefill() as peer:
         room = welcomed(live, peer)
-        done = Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={})
+        done = messages.Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={})
         with refuses(live.decode, "field"):
             peer.send(done.model_copy(update={"amounts": {ComponentKind("c4_kv"): Amount(lane_rows=2**50 + 1)}}))
         peer.sent -= 1
@@ -230,7 +219,7 @@ def test_a_flood_from_a_prefill_node(live: LiveCluster) -> None:
     source, watch = random.Random(3), Watch(live, live.decode)
     with raw_prefill() as peer:
         room, own = live.pair(TOKENS), offered_to(live, peer)
-        peer.take(Hello)
+        peer.take(messages.Hello)
         peer.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         flood(peer.socket, peer.put, lambda: in_order(peer, source, source.choice((own, room))))
     live.cross(TOKENS, room)
@@ -264,7 +253,7 @@ def test_messages_before_their_turn_are_dropped(live: LiveCluster, met: RawDecod
     """A node that leaves its first message out, and sends megabytes behind it: they are dropped, not kept."""
     watch = Watch(live, live.prefill)
     tables = tuple({"space": space, "ids": bytes(1 << 18)} for space in REQUEST_SPACES)
-    offer = Offer.model_validate({"room": 1, "generation": 1, "prompt_tokens": 1, "tables": tables})
+    offer = messages.Offer.model_validate({"room": 1, "generation": 1, "prompt_tokens": 1, "tables": tables})
     before = frames_refused(live.prefill, "out_of_order")
     for number in range(2, 300):
         met.put(met.frame(offer, sequence=met.sent + number))

@@ -7,31 +7,20 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import live_rooms
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import (
-    FULL_PAGES,
-    HOST_PAGES,
-    REQUEST_PAGES,
-    LiveCluster,
-    all_free,
-    busy_pages,
-    ends,
-    http,
-    metric,
-    report,
-)
 
 TOKENS = 700
 
 
-def body(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> dict[str, Any]:
+def body(live: live_rooms.LiveCluster, daemon: DaemonProcess, **more: Any) -> dict[str, Any]:
     """An admission that fits that daemon's role."""
     prefill = [{"endpoint": live.control}] if daemon is live.decode else []
     return {"prompt_tokens": TOKENS, "prefill": prefill, **more}
 
 
-def admit(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> int:
-    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, **more))
+def admit(live: live_rooms.LiveCluster, daemon: DaemonProcess, **more: Any) -> int:
+    answer = live_rooms.http("POST", daemon, "/v1/requests", json=body(live, daemon, **more))
     assert answer.status_code == 201, answer.text
     room = int(answer.json()["room"])
     assert answer.headers["Location"] == f"/v1/requests/{room}"
@@ -39,7 +28,7 @@ def admit(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> int:
 
 
 def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
-    answer = http("DELETE", daemon, f"/v1/requests/{room}?reason=enough")
+    answer = live_rooms.http("DELETE", daemon, f"/v1/requests/{room}?reason=enough")
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -49,30 +38,34 @@ def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("side", "space", "rooms", "tokens"),
-    [("prefill", "full", 1, FULL_PAGES * 256), ("decode", "request", REQUEST_PAGES, 1)],
+    [("prefill", "full", 1, live_rooms.FULL_PAGES * 256), ("decode", "request", live_rooms.REQUEST_PAGES, 1)],
 )
-def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space: str, rooms: int, tokens: int) -> None:
+def test_a_full_pool_says_when_to_come_back(
+    live: live_rooms.LiveCluster, side: str, space: str, rooms: int, tokens: int
+) -> None:
     daemon: DaemonProcess = getattr(live, side)
     held = [admit(live, daemon, prompt_tokens=tokens) for _ in range(rooms)]
 
     def taken() -> dict[str, int]:
         # Without their states: on decode, pages that are held become leased when the room is offered.
-        return {part: sum(states.values()) for part, states in busy_pages(daemon).items()}
+        return {part: sum(states.values()) for part, states in live_rooms.busy_pages(daemon).items()}
 
     before = taken()
-    refused = metric(daemon, "kvbridge_admissions_refused_total", code="capacity")
-    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))
+    refused = live_rooms.metric(daemon, "kvbridge_admissions_refused_total", code="capacity")
+    answer = live_rooms.http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))
     assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
     assert int(answer.headers["Retry-After"]) >= 1
     assert f"'{space}'" in answer.json()["detail"]
     assert taken() == before, "something was kept of what was refused"
-    assert metric(daemon, "kvbridge_admissions_refused_total", code="capacity") == refused + 1
-    assert http("GET", daemon, "/ready").status_code == 200
+    assert live_rooms.metric(daemon, "kvbridge_admissions_refused_total", code="capacity") == refused + 1
+    assert live_rooms.http("GET", daemon, "/ready").status_code == 200
     delete(daemon, held[0])
     answer = eventually(
         "the refused request admitted",
         lambda: (
-            (found := http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))).is_success
+            (
+                found := live_rooms.http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))
+            ).is_success
             and found
         ),
     )
@@ -83,22 +76,22 @@ def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space:
 # ------------------------------------------------------------------------------------------- cancelling
 
 
-def nothing(_live: LiveCluster, _room: int) -> None:
+def nothing(_live: live_rooms.LiveCluster, _room: int) -> None:
     """Reserved on both sides, not begun."""
 
 
-def half(live: LiveCluster, room: int) -> None:
+def half(live: live_rooms.LiveCluster, room: int) -> None:
     live.write(room, TOKENS, 0, 400)
 
 
-def whole(live: LiveCluster, room: int) -> None:
+def whole(live: live_rooms.LiveCluster, room: int) -> None:
     live.write(room, TOKENS)
 
 
-def committed(live: LiveCluster, room: int) -> None:
+def committed(live: live_rooms.LiveCluster, room: int) -> None:
     whole(live, room)
     live.begun[room].finish()
-    eventually("committed", lambda: report(live.decode, room)["state"] == "committed")
+    eventually("committed", lambda: live_rooms.report(live.decode, room)["state"] == "committed")
 
 
 @pytest.mark.parametrize(
@@ -111,24 +104,24 @@ def test_a_cancel_on_either_side_ends_both(live, cancelled, stage):
     stage(live, room)
     delete(daemon, room)
     for side in (live.prefill, live.decode):
-        answer = http("GET", side, f"/v1/requests/{room}?wait=15").json()
+        answer = live_rooms.http("GET", side, f"/v1/requests/{room}?wait=15").json()
         # The side that did not ask is told of a failure or of an abort; the code and the reason are the first cause's.
         assert answer["state"] == "aborted" or (side is not daemon and answer["state"] == "failed"), answer
         assert answer["reason_code"] == "aborted"
         assert "enough" in answer["reason"]
-    all_free(live.decode)
+    live_rooms.all_free(live.decode)
     if stage is nothing:
-        all_free(live.prefill)
+        live_rooms.all_free(live.prefill)
     else:
-        assert busy_pages(live.prefill), "the engine writes them until it says that it does not"
+        assert live_rooms.busy_pages(live.prefill), "the engine writes them until it says that it does not"
         assert {(event.room, event.kind) for event in live.sender.events(20)} == {
-            (room, report(live.prefill, room)["state"])
+            (room, live_rooms.report(live.prefill, room)["state"])
         }
         live.sender.abort(room, "told so")
     assert delete(daemon, room)["state"] == "aborted", "again: harmless"
 
 
-def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live: LiveCluster) -> None:
+def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live: live_rooms.LiveCluster) -> None:
     assert live.reader
     room = live.pair(TOKENS)
     committed(live, room)
@@ -136,34 +129,36 @@ def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live:
     live.reader.events()
     assert delete(live.decode, room)["state"] == "aborting"
     assert [(event.room, event.kind, event.reason) for event in live.reader.events(20)] == [(room, "cancel", "enough")]
-    assert busy_pages(live.decode)["host"] == {"held": len(claimed.tables["host"])}
+    assert live_rooms.busy_pages(live.decode)["host"] == {"held": len(claimed.tables["host"])}
     live.claimed[room].release()
-    assert ends(live.decode, room, "aborted", "aborted") == "enough"
+    assert live_rooms.ends(live.decode, room, "aborted", "aborted") == "enough"
 
 
 # ------------------------------------------------------------------------------------------- tickets
 
 
-def test_a_ticket_leads_to_both_ends(live: LiveCluster) -> None:
+def test_a_ticket_leads_to_both_ends(live: live_rooms.LiveCluster) -> None:
     ticket = live.ticket(TOKENS, client="test")
     assert ticket["prefill"] == {"instance": "prefill-0", "http_urls": [live.prefill.url], "engine_urls": []}
     assert ticket["decode"] == {"instance": "decode-0", "http_urls": [live.decode.url], "engine_urls": []}
     room = ticket["room"]
     for side in (live.prefill, live.decode):
-        assert report(side, room)["prompt_tokens"] == TOKENS
-    both = http("GET", live.cluster.bootstrap, f"/v1/requests/{room}").json()
+        assert live_rooms.report(side, room)["prompt_tokens"] == TOKENS
+    both = live_rooms.http("GET", live.cluster.bootstrap, f"/v1/requests/{room}").json()
     assert [end["report"]["role"] for end in (*both["prefill"], *both["decode"])] == ["prefill", "decode"]
-    again = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS, "room": room})
+    again = live_rooms.http(
+        "POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS, "room": room}
+    )
     assert (again.status_code, again.json()["code"]) == (409, "conflict")
-    assert http("GET", live.cluster.bootstrap, "/v1/requests/4711").status_code == 404
+    assert live_rooms.http("GET", live.cluster.bootstrap, "/v1/requests/4711").status_code == 404
     live.cross(TOKENS, room)
 
 
-def test_a_room_that_one_side_refuses_is_kept_by_neither(live: LiveCluster) -> None:
+def test_a_room_that_one_side_refuses_is_kept_by_neither(live: live_rooms.LiveCluster) -> None:
     """The directory has not heard yet that the host pool is full: prefill reserves, decode refuses, prefill gives back."""
-    held = admit(live, live.decode, prompt_tokens=HOST_PAGES * 256)
-    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
+    held = admit(live, live.decode, prompt_tokens=live_rooms.HOST_PAGES * 256)
+    answer = live_rooms.http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
     assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
     assert answer.headers["Retry-After"]
-    all_free(live.prefill)
+    live_rooms.all_free(live.prefill)
     delete(live.decode, held)

@@ -4,16 +4,8 @@ import pytest
 
 from kvbridge.api.directory import ControlMode, Load
 from kvbridge.bootstrap.directory import Directory, absences
+from kvbridge.core import errors
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.errors import (
-    ConflictError,
-    DeadlineError,
-    FingerprintMismatchError,
-    InvalidInputError,
-    PeerError,
-    StaleError,
-    UnauthorizedError,
-)
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, beat, half, node
@@ -31,7 +23,7 @@ async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(wo
     port.lives = {"http://p": "p-incarnation-1", "http://second": "second"}
     for _ in range(2):
         with pytest.raises(
-            ConflictError, match=r"is incarnation p-incarnation-1 at http://p, .* two processes use one name"
+            errors.ConflictError, match=r"is incarnation p-incarnation-1 at http://p, .* two processes use one name"
         ):
             await directory.register(SECOND)
         assert (await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))).http_url == "http://p"
@@ -48,9 +40,9 @@ async def test_a_daemon_that_was_killed_is_replaced_at_once(world, port, answer)
 
 
 FAULTS = {
-    "refused": UnauthorizedError("which token?"),
-    "away": DeadlineError("5 s"),
-    "hangs up": PeerError("Connection reset by peer"),
+    "refused": errors.UnauthorizedError("which token?"),
+    "away": errors.DeadlineError("5 s"),
+    "hangs up": errors.PeerError("Connection reset by peer"),
 }
 
 
@@ -62,7 +54,7 @@ async def test_a_name_whose_holder_cannot_be_asked_is_free_when_it_has_been_sile
         port.hang.add("http://p")
     else:
         port.refuse["http://p"] = FAULTS[fault]
-    with pytest.raises(ConflictError, match=r"could not be asked .* free after directory\.expire_after_s"):
+    with pytest.raises(errors.ConflictError, match=r"could not be asked .* free after directory\.expire_after_s"):
         await directory.register(SECOND)
     world.advance(EXPIRE_AFTER_S + 0.1)
     assert (await directory.register(SECOND)).incarnation == "second"
@@ -72,11 +64,11 @@ async def test_a_new_incarnation_replaces_the_old_one(world):
     directory = await world.directory(node("p", Role.PREFILL))
     view = await directory.register(node("p", Role.PREFILL, incarnation="second", http_url="http://new"))
     assert view.epoch == 2
-    with pytest.raises(StaleError, match="now incarnation second at http://new"):
+    with pytest.raises(errors.StaleError, match="now incarnation second at http://new"):
         await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))
-    with pytest.raises(StaleError, match="was replaced by second"):
+    with pytest.raises(errors.StaleError, match="was replaced by second"):
         await directory.register(node("p", Role.PREFILL))
-    with pytest.raises(StaleError):
+    with pytest.raises(errors.StaleError):
         await directory.deregister("p", "node-0", "p-incarnation-1")
     assert (await directory.heartbeat("p", "node-0", beat("second"))).epoch == 2
 
@@ -84,12 +76,16 @@ async def test_a_new_incarnation_replaces_the_old_one(world):
 @pytest.mark.parametrize(
     ("changes", "error", "expected"),
     [
-        ({"pp_size": 2}, ConflictError, "its pp_size is 2"),
-        ({"tp_size": 4}, ConflictError, "its tp_size is 4"),
-        ({"role": Role.DECODE}, ConflictError, "its role is decode, that of node 'node-0' is prefill"),
-        ({"ranks": (Rank(pp=0, tp=0),)}, ConflictError, r"rank pp0\.tp0 already lives on node 'node-0' at http://p-0"),
-        (WITH_KEY, ConflictError, "it meets others by curve, node 'node-0' by plain"),
-        ({"model": "tiny-gqa"}, FingerprintMismatchError, r"components\.\w+ exists only"),
+        ({"pp_size": 2}, errors.ConflictError, "its pp_size is 2"),
+        ({"tp_size": 4}, errors.ConflictError, "its tp_size is 4"),
+        ({"role": Role.DECODE}, errors.ConflictError, "its role is decode, that of node 'node-0' is prefill"),
+        (
+            {"ranks": (Rank(pp=0, tp=0),)},
+            errors.ConflictError,
+            r"rank pp0\.tp0 already lives on node 'node-0' at http://p-0",
+        ),
+        (WITH_KEY, errors.ConflictError, "it meets others by curve, node 'node-0' by plain"),
+        ({"model": "tiny-gqa"}, errors.FingerprintMismatchError, r"components\.\w+ exists only"),
     ],
 )
 async def test_nodes_of_an_instance_agree(world, changes, error, expected):
@@ -113,7 +109,7 @@ async def test_nodes_of_an_instance_agree(world, changes, error, expected):
     ],
 )
 async def test_a_registration_that_contradicts_itself_is_refused(world, changes, expected):
-    with pytest.raises(InvalidInputError, match=expected.replace(".", r"\.")):
+    with pytest.raises(errors.InvalidInputError, match=expected.replace(".", r"\.")):
         await world.directory(node("p", Role.PREFILL, **changes))
 
 
@@ -186,6 +182,6 @@ async def test_an_instance_has_no_more_nodes_than_a_room_may_have_addresses(worl
     size = MAX_INSTANCE_NODES + 1
     nodes = [half("p", Role.PREFILL, number, tp_size=size) for number in range(size)]
     directory = await world.directory(*nodes[:-1])
-    with pytest.raises(ConflictError, match=rf"one too many: .* has {MAX_INSTANCE_NODES} nodes"):
+    with pytest.raises(errors.ConflictError, match=rf"one too many: .* has {MAX_INSTANCE_NODES} nodes"):
         await directory.register(nodes[-1])
     await directory.register(nodes[0])

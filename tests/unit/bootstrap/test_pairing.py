@@ -10,17 +10,7 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.store import PairingState
-from kvbridge.core.errors import (
-    CapacityError,
-    ConflictError,
-    DeadlineError,
-    InvalidInputError,
-    NamespaceError,
-    NotReadyError,
-    PeerError,
-    StaleError,
-    UnknownRoomError,
-)
+from kvbridge.core import errors
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity, Namespaces, Retention
 from kvbridge.core.session.tables import RoomState
@@ -50,7 +40,9 @@ async def ends(task: asyncio.Task) -> None:
 async def test_a_ticket_that_runs_out_while_it_is_made_is_none(world, port, slow):
     port.takes_s = dict.fromkeys([slow, slow.replace("1", "2")], 3.0)
     pairing = await world.pairing(port, clock=port.clock, ticket_s=3.0)
-    with pytest.raises((DeadlineError, NotReadyError), match=r"its ticket had run out .*timeouts\.ticket_s"):
+    with pytest.raises(
+        (errors.DeadlineError, errors.NotReadyError), match=r"its ticket had run out .*timeouts\.ticket_s"
+    ):
         await pairing.pair(REQUEST)
     assert port.rooms() == {}
 
@@ -61,7 +53,9 @@ async def test_a_daemon_that_admits_something_else_is_avoided(world, port, wrong
     ticket = await (await world.pairing(port)).pair(REQUEST)
     assert ticket.prefill.instance == "p2"
     port.misreports["http://p2"] = wrong
-    with pytest.raises(NotReadyError, match=r"'p2': http://p2 has admitted room . generation . as \w+, asked for 6"):
+    with pytest.raises(
+        errors.NotReadyError, match=r"'p2': http://p2 has admitted room . generation . as \w+, asked for 6"
+    ):
         await (await world.pairing(port)).pair(REQUEST.model_copy(update={"room": 6}))
 
 
@@ -74,13 +68,13 @@ async def test_a_daemon_that_answers_too_late_is_given_back(world, port):
 
 async def test_pairing_as_a_whole_has_a_deadline(world, port):
     port.late.add("http://d1")
-    with pytest.raises(DeadlineError, match=r"timeouts\.pair_s"):
+    with pytest.raises(errors.DeadlineError, match=r"timeouts\.pair_s"):
         await (await world.pairing(port, pair_s=0.02)).pair(REQUEST)
     assert port.rooms() == {}
 
 
 async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(world, port):
-    port.refuse["http://d1"] = InvalidInputError("bad prefix")
+    port.refuse["http://d1"] = errors.InvalidInputError("bad prefix")
     port.cancel_gate = asyncio.Event()
     task = await under_way(await world.pairing(port), port)
     task.cancel()
@@ -96,7 +90,7 @@ async def test_no_more_are_paired_at_once_than_may_be(world, port):
     pairing = await world.pairing(port, max_under_way=1)
     task = await under_way(pairing, port)
     with pytest.raises(
-        CapacityError, match=r"1 requests are being paired already \(pairing\.max_under_way\)"
+        errors.CapacityError, match=r"1 requests are being paired already \(pairing\.max_under_way\)"
     ) as caught:
         await pairing.pair(REQUEST.model_copy(update={"room": 8}))
     assert caught.value.retry_after_s == 1.0
@@ -109,7 +103,7 @@ async def test_a_room_that_is_being_paired_cannot_be_paired_again(world, port):
     port.hang.add("http://p1")
     pairing = await world.pairing(port)
     task = await under_way(pairing, port)
-    with pytest.raises(ConflictError):
+    with pytest.raises(errors.ConflictError):
         await pairing.pair(REQUEST)
     assert await world.store.room_counts() == dict.fromkeys(PairingState, 0) | {PairingState.PAIRING: 1}
     await ends(task)
@@ -128,10 +122,10 @@ async def test_cancel_reaches_both_ends_and_frees_the_id(world, port):
 async def test_a_room_that_could_not_be_cancelled_stays_in_use(world, port):
     pairing = await world.pairing(port)
     await pairing.pair(REQUEST)
-    port.cancel_errors["http://d1"] = PeerError("gone")
+    port.cancel_errors["http://d1"] = errors.PeerError("gone")
     report = await pairing.cancel(7, "x")
     assert (report.decode[0].error_code, report.prefill[0].report.state) == ("peer_failed", RoomState.ABORTED)
-    with pytest.raises(ConflictError):
+    with pytest.raises(errors.ConflictError):
         await pairing.pair(REQUEST)
 
 
@@ -145,7 +139,7 @@ async def test_a_room_that_is_paired_again_is_young_again(world):
     await pairing.pair(REQUEST)
     world.advance(TIMES.keep_s - 10)
     assert (await pairing.report(7)).generation == 2
-    with pytest.raises(UnknownRoomError):
+    with pytest.raises(errors.UnknownRoomError):
         await pairing.report(8)
 
 
@@ -158,7 +152,7 @@ async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world, port
     answer = port.pauses.pop("http://d1")
     second = await pairing.pair(REQUEST)
     answer.set()
-    with pytest.raises(NotReadyError, match="nothing is reserved"):
+    with pytest.raises(errors.NotReadyError, match="nothing is reserved"):
         await asyncio.wait_for(slow, 20)
     assert second.generation == 4
     assert port.generations() == {("http://p1", 7, 4), ("http://d1", 7, 4)}
@@ -173,7 +167,7 @@ async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(
     port.pauses = {url: asyncio.Event() for url in port.full}
     pairing = await world.pairing(port, max_under_way=1, max_waiting=1)
     waits = await under_way(pairing, port, WAITING)
-    with pytest.raises(CapacityError, match="full now"):
+    with pytest.raises(errors.CapacityError, match="full now"):
         await pairing.pair(WAITING.model_copy(update={"room": 8}))
     for pause in port.pauses.values():
         pause.set()
@@ -182,7 +176,9 @@ async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(
 
 async def test_a_wait_longer_than_is_served_is_refused(world, port):
     pairing = await world.pairing(port, max_wait_s=5.0)
-    with pytest.raises(InvalidInputError, match=r"wait_s is 10 s, at most 5 s are served \(pairing.max_wait_s\)"):
+    with pytest.raises(
+        errors.InvalidInputError, match=r"wait_s is 10 s, at most 5 s are served \(pairing.max_wait_s\)"
+    ):
         await pairing.pair(WAITING)
     assert port.calls == []
 
@@ -198,7 +194,7 @@ async def test_a_namespace_that_may_not_be_named_is_refused_before_anybody_is_as
     outcomes = []
     pairing = await world.pairing(port)
     pairing.events.add_reader({PairingEnded: lambda _now_s, fact: outcomes.append(fact.outcome)})
-    with pytest.raises(NamespaceError, match="'acme': it may name the default one"):
+    with pytest.raises(errors.NamespaceError, match="'acme': it may name the default one"):
         await pairing.pair(KEYED, Namespaces())
     assert (port.calls, outcomes) == ([], ["namespace_forbidden"])
     await pairing.pair(KEYED, Namespaces(frozenset({"acme"})))
@@ -243,10 +239,10 @@ class ScarceDaemons(FakeDaemons):
         await self._think()
         rooms = self.admitted.setdefault(url, {})
         if request.room in rooms:
-            kind = StaleError if request.generation < rooms[request.room].generation else ConflictError
+            kind = errors.StaleError if request.generation < rooms[request.room].generation else errors.ConflictError
             raise kind(f"room {request.room} is in use at {url}")
         if len(rooms) >= ROOMS_EACH:
-            raise CapacityError(f"{url} is full")
+            raise errors.CapacityError(f"{url} is full")
         rooms[request.room] = request
         await self._think()
         return self._report(url, request.room)
@@ -280,7 +276,7 @@ async def test_no_double_ticket_and_no_leaked_reservation(world, seed):
             pairing.cancel()
         try:
             ticket = await pairing
-        except (CapacityError, ConflictError) as error:
+        except (errors.CapacityError, errors.ConflictError) as error:
             note(error.code)
             return
         except asyncio.CancelledError:
@@ -309,6 +305,6 @@ async def test_no_double_ticket_and_no_leaked_reservation(world, seed):
     for room in live:
         await replicas[0].cancel(room, "end")
     assert port.rooms() == {}
-    with pytest.raises(UnknownRoomError):
+    with pytest.raises(errors.UnknownRoomError):
         await replicas[1].report(IDS + 1)
     assert outcomes["ticket"] >= ROOMS_EACH

@@ -12,16 +12,7 @@ from kvbridge.api.client import BlockingClient, DaemonClient, DirectoryClient
 from kvbridge.api.problems import error_of, problem_of
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    DeadlineError,
-    NamespaceError,
-    PeerError,
-    ProtocolError,
-    UnauthorizedError,
-    errors_by_code,
-)
+from kvbridge.core import errors
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import RoomState
 from tests.helpers.later_release import later
@@ -42,20 +33,20 @@ def daemon(rooms: FakeRooms, status: FakeStatus | None = None, *, token: str = "
 async def test_errors_survive_the_journey_and_those_of_another_process_become_a_peers():
     rooms = FakeRooms()
     async with daemon(rooms) as client:
-        for code, kind in errors_by_code().items():
+        for code, kind in errors.errors_by_code().items():
             rooms.error = kind("what happened")
-            with pytest.raises(BridgeError) as back:
+            with pytest.raises(errors.BridgeError) as back:
                 await client.admit("http://d", AdmissionRequest(prompt_tokens=9))
-            foreign = kind.http_status == 500 or code in {UnauthorizedError.code, NamespaceError.code}
-            assert back.type is (PeerError if foreign else kind), code
-            assert code == UnauthorizedError.code or "what happened" in str(back.value)
-            if isinstance(rooms.error, CapacityError):
+            foreign = kind.http_status == 500 or code in {errors.UnauthorizedError.code, errors.NamespaceError.code}
+            assert back.type is (errors.PeerError if foreign else kind), code
+            assert code == errors.UnauthorizedError.code or "what happened" in str(back.value)
+            if isinstance(rooms.error, errors.CapacityError):
                 assert back.value.retry_after_s == rooms.error.retry_after_s
 
 
 async def test_members_and_codes_of_later_releases_are_understood():
     problem = {"type": "t", "title": "t", "status": 418, "detail": "d", "code": "tea", "instance": "/", "pot": 1}
-    assert type(error_of(418, httpx.Response(418, json=problem).content, source="d")) is PeerError
+    assert type(error_of(418, httpx.Response(418, json=problem).content, source="d")) is errors.PeerError
     problem["code"] = "conflict"
     assert error_of(409, httpx.Response(409, json=problem).content, source="d").code == "conflict"
 
@@ -81,10 +72,10 @@ async def test_the_calls_of_a_daemon_and_that_it_is_not_ready_is_an_answer():
 async def test_a_daemon_that_refuses_our_token_is_not_the_callers_fault(token: str, namespace: str, cure: str):
     """Bootstrap has checked itself which namespaces its caller may name."""
     async with daemon(FakeRooms(), token=token) as client:
-        with pytest.raises(PeerError, match=cure):
+        with pytest.raises(errors.PeerError, match=cure):
             await client.admit("http://d", AdmissionRequest(prompt_tokens=9, namespace=namespace))
         if token == "wrong":
-            with pytest.raises(UnauthorizedError):
+            with pytest.raises(errors.UnauthorizedError):
                 await client.incarnation("http://d")
 
 
@@ -93,10 +84,10 @@ async def test_no_answer_is_a_deadline_with_a_name():
         raise httpx.ReadTimeout("slow", request=request)
 
     async with answering(slow) as client:
-        with pytest.raises(DeadlineError, match=r"within 5 s \(timeouts\.reserve_s\)"):
+        with pytest.raises(errors.DeadlineError, match=r"within 5 s \(timeouts\.reserve_s\)"):
             await client.report("http://d", 1)
     async with DirectoryClient("http://b", timeout_s=3.0, transport=httpx.MockTransport(slow)) as directory:
-        with pytest.raises(DeadlineError, match=r"within 3 s"):
+        with pytest.raises(errors.DeadlineError, match=r"within 3 s"):
             await directory.instances()
 
 
@@ -118,7 +109,7 @@ async def slam(reader, writer):
 
 
 async def refuse(reader, writer):
-    problem = problem_of(CapacityError("full", retry_after_s=7.0), "/x").model_dump_json(exclude_none=True)
+    problem = problem_of(errors.CapacityError("full", retry_after_s=7.0), "/x").model_dump_json(exclude_none=True)
     await reader.readuntil(b"\r\n\r\n")
     writer.write(f"HTTP/1.1 503 no\r\nContent-Length: {len(problem)}\r\nConnection: close\r\n\r\n{problem}".encode())
     await writer.drain()
@@ -154,18 +145,18 @@ async def blocking(on_connection, *, kind=dict, timeout_s=5.0):
 async def test_a_blocking_call_says_and_understands_what_others_do():
     answer = await blocking(greet)
     assert answer == {"authorization": True, "asked": {"prompt_tokens": 9}, "later": 1}
-    with pytest.raises(ProtocolError, match="RoomReport"):
+    with pytest.raises(errors.ProtocolError, match="RoomReport"):
         await blocking(greet, kind=RoomReport)
-    with pytest.raises(CapacityError, match="full") as caught:
+    with pytest.raises(errors.CapacityError, match="full") as caught:
         await blocking(refuse)
     assert caught.value.retry_after_s == 7.0
 
 
 @pytest.mark.outside
 async def test_a_blocking_call_tells_silence_from_a_connection_closed_in_our_face():
-    with pytest.raises(DeadlineError, match=r"within 0\.1 s \(this limit\)"):
+    with pytest.raises(errors.DeadlineError, match=r"within 0\.1 s \(this limit\)"):
         await blocking(silent, timeout_s=0.1)
-    with pytest.raises(PeerError, match="failed"):
+    with pytest.raises(errors.PeerError, match="failed"):
         await blocking(slam)
 
 
@@ -173,7 +164,7 @@ async def test_a_blocking_call_tells_silence_from_a_connection_closed_in_our_fac
 async def test_over_real_sockets_only_a_refused_connection_proves_that_nobody_is_there():
     async with DaemonClient(timeout_s=5.0) as client:
         async with listening(slam) as url:
-            with pytest.raises(PeerError, match="failed"):
+            with pytest.raises(errors.PeerError, match="failed"):
                 await client.incarnation(url)
         assert await client.incarnation(url) == ""
 

@@ -9,14 +9,7 @@ import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.limits import AdmissionConfig
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    ClientLimitError,
-    ConflictError,
-    NamespaceError,
-    NotReadyError,
-)
+from kvbridge.core import errors
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.tables import RoomState
@@ -62,9 +55,9 @@ class Rooms:
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         if self.lacking:
-            raise NotReadyError(self.lacking)
+            raise errors.NotReadyError(self.lacking)
         if request.room in self.clients:
-            raise ConflictError(f"room {request.room} is in flight")
+            raise errors.ConflictError(f"room {request.room} is in flight")
         demand = {FULL: request.prompt_tokens}
         self.pages.require_possible(demand)
         return demand
@@ -123,7 +116,7 @@ async def turn() -> None:
 
 
 async def refused(code: str, call: Awaitable[object]) -> str:
-    with pytest.raises(BridgeError) as caught:
+    with pytest.raises(errors.BridgeError) as caught:
         await asyncio.wait_for(call, 20)
     assert caught.value.code == code
     return str(caught.value)
@@ -158,15 +151,15 @@ async def test_what_is_stored_of_a_prompt_is_fetched_before_it_is_admitted_and_f
     assert bench.rooms.admitted == [], "its prompt comes first"
     await task
     assert (bench.rooms.fetched, bench.rooms.admitted) == ([1], [1])
-    with pytest.raises(ClientLimitError):
+    with pytest.raises(errors.ClientLimitError):
         await bench.admission.admit(asked(2, client="a"))
-    with pytest.raises(ConflictError):
+    with pytest.raises(errors.ConflictError):
         await bench.admission.admit(asked(1, client="b"))
-    with pytest.raises(NamespaceError):
+    with pytest.raises(errors.NamespaceError):
         await bench.admission.admit(asked(3, client="c", namespace="secret"), Namespaces())
     await bench.admission.admit(AdmissionRequest(prompt_tokens=2, room=4, client="d"))
     bench.admission.close("the end")
-    with pytest.raises(NotReadyError):
+    with pytest.raises(errors.NotReadyError):
         await bench.admission.admit(asked(5, client="e"))
     assert bench.rooms.fetched == [1]
 
@@ -214,11 +207,11 @@ async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
     bench = made(client_max_rooms=2, clients={"vip": {"max_rooms": 3}})
     for room in (1, 2):
         bench.now(room, client="a")
-    with pytest.raises(ClientLimitError, match=r"client 'a' has 2 rooms and 0 waiting .*client_max_rooms is 2"):
+    with pytest.raises(errors.ClientLimitError, match=r"client 'a' has 2 rooms and 0 waiting .*client_max_rooms is 2"):
         bench.now(3, client="a")
     for room in (3, 4, 5):
         bench.now(room, client="vip")
-    with pytest.raises(ClientLimitError, match=r"admission.clients.vip.max_rooms is 3"):
+    with pytest.raises(errors.ClientLimitError, match=r"admission.clients.vip.max_rooms is 3"):
         bench.now(6, client="vip")
     bench.now(6)
     bench.rooms.end(1)
@@ -234,10 +227,10 @@ async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours_and_who_w
     bench.rooms.end(1)
     await turn()
     assert [task.done() for task in waiting] == [True, False, False]
-    with pytest.raises(CapacityError, match=r"has 2 rooms, as many as it may \(admission\.max_rooms\)"):
+    with pytest.raises(errors.CapacityError, match=r"has 2 rooms, as many as it may \(admission\.max_rooms\)"):
         bench.now(6)
     bench.rooms.end(2)
-    with pytest.raises(CapacityError, match="2 requests wait for one of the 1 rooms"):
+    with pytest.raises(errors.CapacityError, match="2 requests wait for one of the 1 rooms"):
         bench.now(7)
 
 
@@ -250,12 +243,12 @@ async def test_a_refusal_says_when_the_pages_will_be_there(made):
         bench.clock.advance(0.5)
         bench.rooms.end(100 + number)
         bench.now(100 + PAGES + number)
-    with pytest.raises(CapacityError) as caught:
+    with pytest.raises(errors.CapacityError) as caught:
         bench.now(1, 6)
     assert caught.value.retry_after_s == pytest.approx(3.0, rel=0.1)
     bench.clock.advance(0.5)
     await bench.waits(2, 4)
-    with pytest.raises(CapacityError) as caught:
+    with pytest.raises(errors.CapacityError) as caught:
         bench.now(1, 6)
     assert caught.value.retry_after_s == pytest.approx(5.0, rel=0.1), "four more have to come free for who waits"
 
@@ -266,7 +259,7 @@ async def test_the_scarcest_space_decides_and_pages_of_rooms_that_are_ending_are
 
     def hint(**lacking: int) -> float:
         spaces = {IndexSpace(space): count for space, count in lacking.items()}
-        return admission.retry_after_s(CapacityError("", lacking=spaces))
+        return admission.retry_after_s(errors.CapacityError("", lacking=spaces))
 
     assert hint(full=6) == 0.1, "nothing is known"
     for number in range(100):
@@ -391,6 +384,6 @@ async def test_what_lacks_counts_everybody_who_waits():
     join(line, "a", 4)
     assert line.lacking({FULL: 2, HOST: 1}, {FULL: 5, HOST: 1}) == {FULL: 4}
     assert line.lacking({FULL: 0}, {FULL: 0}) == {}, "who needs none of the pages that are waited for does not wait"
-    with pytest.raises(CapacityError, match=r"admission\.max_waiting") as caught:
+    with pytest.raises(errors.CapacityError, match=r"admission\.max_waiting") as caught:
         join(line, "c", 1)
     assert (caught.value.lacking, len(line), line.waiting_of("c")) == ({FULL: 8}, 2, 0)

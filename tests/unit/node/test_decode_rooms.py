@@ -7,13 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import (
-    CapacityError,
-    ConflictError,
-    FingerprintMismatchError,
-    InvalidInputError,
-    RoomFailedError,
-)
+from kvbridge.core import errors
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
@@ -86,7 +80,7 @@ def test_a_room_that_ends_for_one_prefill_node_is_given_up_at_the_others():
     bench = DecodeBench()
     bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
     bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
-    bench.nodes.answers[ADDRESS] = FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
+    bench.nodes.answers[ADDRESS] = errors.FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
     bench.service.writers.nodes_changed()
     assert bench.state() is DecodeState.FAILED
     assert messages_about(bench) == [(SECOND, Intend), (SECOND, Abort)]
@@ -114,7 +108,7 @@ def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
     assert (report.state, report.reason_code) == (RoomState.FAILED, "integrity")
     assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv" in report.reason
     assert bench.free == 16
-    with pytest.raises(RoomFailedError, match="is done, but"):
+    with pytest.raises(errors.RoomFailedError, match="is done, but"):
         bench.verbs.claim()
 
 
@@ -162,19 +156,19 @@ def test_a_room_whose_writer_has_lost_what_is_no_transport_fails():
 def test_claims_are_refused_before_the_commit_after_the_end_and_twice():
     bench = offered()
     verbs = bench.verbs
-    with pytest.raises(ConflictError, match="not committed yet"):
+    with pytest.raises(errors.ConflictError, match="not committed yet"):
         verbs.claim()
     bench.done()
     for verb in (verbs.release, lambda: verbs.extend("engine", 1, TOKENS)):
-        with pytest.raises(ConflictError, match="not claimed by this engine"):
+        with pytest.raises(errors.ConflictError, match="not claimed by this engine"):
             verb()
     verbs.claim()
-    with pytest.raises(ConflictError, match="already claimed"):
+    with pytest.raises(errors.ConflictError, match="already claimed"):
         verbs.claim()
     verbs.release()
-    with pytest.raises(RoomFailedError, match="is over"):
+    with pytest.raises(errors.RoomFailedError, match="is over"):
         verbs.claim()
-    with pytest.raises(ConflictError, match="not claimed by this engine"):
+    with pytest.raises(errors.ConflictError, match="not claimed by this engine"):
         verbs.release()
 
 
@@ -219,14 +213,14 @@ def test_extending_reserves_what_is_missing_and_nothing_else():
     def extend(tokens: int) -> list[int]:
         return bench.verbs.extend("engine", 1, tokens)[IndexSpace.FULL].ids.tolist()
 
-    with pytest.raises(InvalidInputError, match="cannot shrink"):
+    with pytest.raises(errors.InvalidInputError, match="cannot shrink"):
         extend(TOKENS - 1)
     assert extend(TOKENS) == before.tolist()
     more = extend(TOKENS + 1)
     assert (more[:2], len(more)) == (before.tolist(), 3)
     assert extend(TOKENS + PAGE) == more
     bench.admit(2, 13 * PAGE)
-    with pytest.raises(CapacityError):
+    with pytest.raises(errors.CapacityError):
         extend(4 * PAGE)
     assert extend(3 * PAGE) == more
 
@@ -237,7 +231,7 @@ def test_an_engine_releases_the_attempt_that_it_has_claimed():
     bench.service.engine_ended("b")
     bench.admit(generation=2)
     bench.done(generation=2)
-    with pytest.raises(ConflictError, match="an earlier attempt at room 1 is still claimed"):
+    with pytest.raises(errors.ConflictError, match="an earlier attempt at room 1 is still claimed"):
         bench.verbs.claim("a")
     bench.verbs.release("a")
     assert bench.state() is DecodeState.FAILED
@@ -256,11 +250,11 @@ def adopting(*rooms: int) -> DecodeBench:
 def test_adopted_pages_are_asked_for_and_then_offered():
     bench = adopting()
     assert bench.engines.kinds == ["wanted"]
-    with pytest.raises(InvalidInputError, match="needs 2 pages"):
+    with pytest.raises(errors.InvalidInputError, match="needs 2 pages"):
         bench.verbs.provide(1, pages_table(4))
     bench.verbs.provide(1, pages_table(4, 5))
     assert bench.told(Offer)[0].tables == to_wire(pages_table(4, 5))
-    with pytest.raises(ConflictError, match="does not wait for pages"):
+    with pytest.raises(errors.ConflictError, match="does not wait for pages"):
         bench.verbs.provide(1, pages_table(6, 7))
     assert bench.book.state(OWNER) is PageState.LEASED
 
@@ -269,7 +263,7 @@ def test_an_engine_says_what_its_pages_hold_already():
     """Nobody else is believed: what a room's fresh pages hold is what an earlier room left there."""
     bench = adopting()
     for prefix in (1, TOKENS + PAGE):
-        with pytest.raises(InvalidInputError, match="must be a multiple of 256 and at most prompt_tokens"):
+        with pytest.raises(errors.InvalidInputError, match="must be a multiple of 256 and at most prompt_tokens"):
             bench.verbs.provide(1, pages_table(4, 5), prefix_tokens=prefix)
     bench.verbs.provide(1, pages_table(4, 5), prefix_tokens=PAGE)
     assert (bench.told(Offer)[0].prefix_tokens, bench.report().prefix_tokens) == (PAGE, PAGE)
@@ -281,9 +275,9 @@ def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased
     bench = adopting(1, 2, 3)
     bench.verbs.provide(1, pages_table(4, 5), prefix_tokens=PAGE)
     bench.verbs.provide(2, pages_table(4, 6), prefix_tokens=PAGE)
-    with pytest.raises(ConflictError, match="are leased, a peer may still write them for room 1 generation 1"):
+    with pytest.raises(errors.ConflictError, match="are leased, a peer may still write them for room 1 generation 1"):
         bench.verbs.provide(3, pages_table(5, 7), prefix_tokens=PAGE)
-    with pytest.raises(ConflictError, match=r"page 4 .* belongs to room 1 generation 1 and room 2 generation 1"):
+    with pytest.raises(errors.ConflictError, match=r"page 4 .* belongs to room 1 generation 1 and room 2 generation 1"):
         bench.verbs.provide(3, pages_table(4, 7))
     counts = bench.book.counts()[IndexSpace.FULL]
     assert (counts[PageState.LEASED], counts[PageState.CACHED]) == (2, 1)
@@ -296,9 +290,9 @@ def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     service.settings = replace(service.settings, host=frozenset({ComponentKind.MHA_KV}))
     service.pages = replace(service.pages, book=PageBook({IndexSpace.HOST: 2}, adopted={IndexSpace.FULL: 16}))
     engine, host = AttachedEngine("engine", 0, ()), PageTable(IndexSpace.HOST, np.array([1], dtype=np.int32))
-    with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in host memory.*must be 0 here"):
+    with pytest.raises(errors.InvalidInputError, match=r"mha_kv of the room lies in host memory.*must be 0 here"):
         service.provide(engine, Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
-    with pytest.raises(InvalidInputError, match="host pages belong to the daemon"):
+    with pytest.raises(errors.InvalidInputError, match="host pages belong to the daemon"):
         service.provide(engine, Provide(call=1, room=1, tables=to_wire({IndexSpace.HOST: host})))
 
 

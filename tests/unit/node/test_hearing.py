@@ -12,18 +12,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.decode import DECODE_HEARS, DECODE_TABLE, DecodeState
 from kvbridge.core.session.prefill import PREFILL_HEARS, PREFILL_TABLE, PrefillState
 from kvbridge.core.session.tables import Meaning
-from kvbridge.core.wire.messages import (
-    Abort,
-    Digests,
-    Done,
-    Drained,
-    Failed,
-    Intend,
-    Offer,
-    PathLost,
-    RoomMessage,
-    to_wire,
-)
+from kvbridge.core.wire import messages
 from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent, Verified
 from kvbridge.node.decode.room import speaker_of as decode_speaker
 from kvbridge.node.prefill.room import speaker_of as prefill_speaker
@@ -39,16 +28,16 @@ HALVES = {kind: Amount(lane_rows=amount.lane_rows // 2, bytes=1) for kind, amoun
 SAID = {"room": 1, "generation": 1}
 
 
-def done(rank=R0) -> Done:
-    return Done(**SAID, writer=rank, amounts=HALVES, phases_s={})
+def done(rank=R0) -> messages.Done:
+    return messages.Done(**SAID, writer=rank, amounts=HALVES, phases_s={})
 
 
-def drained(*, in_transit: bool = False) -> Drained:
-    return Drained(**SAID, in_transit=in_transit)
+def drained(*, in_transit: bool = False) -> messages.Drained:
+    return messages.Drained(**SAID, in_transit=in_transit)
 
 
-def failed() -> Failed:
-    return Failed(**SAID, code="transport_failed", message="cable")
+def failed() -> messages.Failed:
+    return messages.Failed(**SAID, code="transport_failed", message="cable")
 
 
 ARRIVED = {
@@ -105,13 +94,13 @@ def decode_in(state: DecodeState | None, before: str = "") -> DecodeBench:
     return bench
 
 
-DECODE_SAID: list[tuple[str, RoomMessage]] = [
+DECODE_SAID: list[tuple[str, messages.RoomMessage]] = [
     (who, message)
     for who, rank in ((PREFILL, R0), (PREFILL, R1), (SECOND, R1), (STRANGER, R0))
     for message in (
-        Digests(**SAID, writer=rank, part=0, digests=()),
+        messages.Digests(**SAID, writer=rank, part=0, digests=()),
         done(rank),
-        PathLost(**SAID, writer=rank, transport="mooncake", epoch=0),
+        messages.PathLost(**SAID, writer=rank, transport="mooncake", epoch=0),
         failed(),
         drained(),
         drained(in_transit=True),
@@ -187,7 +176,11 @@ def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, befo
 def test_no_word_of_a_writer_before_the_offer_counts_after_it():
     """A rank that reported before anybody knew a page has sent nothing: its bytes are waited for."""
     bench = decode_in(DecodeState.INTENDED)
-    for message in (done(), PathLost(**SAID, writer=R0, transport="mooncake", epoch=0), drained(in_transit=True)):
+    for message in (
+        done(),
+        messages.PathLost(**SAID, writer=R0, transport="mooncake", epoch=0),
+        drained(in_transit=True),
+    ):
         bench.hear(message)
     bench.verbs.provide(1, pages_table(4, 5))
     assert bench.room().writers[PREFILL].missing == {R0}
@@ -210,8 +203,8 @@ ENDED_EARLY = {PrefillState.ABORTED: ("intend", "stop"), PrefillState.FAILED: ("
 """Rooms that a decode node has said it would come for, and did not."""
 
 
-def offer() -> Offer:
-    return Offer(**SAID, prompt_tokens=TOKENS, tables=to_wire(pages_table(7, 8)))
+def offer() -> messages.Offer:
+    return messages.Offer(**SAID, prompt_tokens=TOKENS, tables=messages.to_wire(pages_table(7, 8)))
 
 
 def prefill_in(state: PrefillState | None, before: str = "") -> PrefillBench:
@@ -236,7 +229,7 @@ def prefill_in(state: PrefillState | None, before: str = "") -> PrefillBench:
             hear(Sent(**SAID, rank=rank, order=order))
 
     steps = {
-        "intend": lambda: bench.hear(Intend(**SAID, prompt_tokens=TOKENS)),
+        "intend": lambda: bench.hear(messages.Intend(**SAID, prompt_tokens=TOKENS)),
         "offer": offered,
         "finish": finished,
         "stop": bench.stop,
@@ -252,13 +245,13 @@ def prefill_in(state: PrefillState | None, before: str = "") -> PrefillBench:
     return bench
 
 
-PREFILL_SAID: list[tuple[str, RoomMessage]] = [
+PREFILL_SAID: list[tuple[str, messages.RoomMessage]] = [
     (who, message)
     for who in (DECODE, STRANGER)
     for message in (
-        Intend(**SAID, prompt_tokens=TOKENS),
+        messages.Intend(**SAID, prompt_tokens=TOKENS),
         offer(),
-        Abort(**SAID, code="aborted", message="enough"),
+        messages.Abort(**SAID, code="aborted", message="enough"),
         failed(),
     )
 ] + [
@@ -296,8 +289,10 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
         does_what_is_listed(bench, PREFILL_TABLE, meaning, hear, f"{message!r} of {speaker}")
         if meaning is Meaning.TURN_AWAY:
             assert room.state is state
-            proof = [] if isinstance(message, Intend) else [Drained]  # an offer may follow an intent, and be taken
-            assert [type(said) for said in bench.told(object, who)][-1 - len(proof) :] == [Failed, *proof]
+            proof = (
+                [] if isinstance(message, messages.Intend) else [messages.Drained]
+            )  # an offer may follow an intent, and be taken
+            assert [type(said) for said in bench.told(object, who)][-1 - len(proof) :] == [messages.Failed, *proof]
 
 
 def engine_calls(bench: DecodeBench | PrefillBench) -> dict[str, Callable[[], object]]:

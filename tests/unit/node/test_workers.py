@@ -6,18 +6,8 @@ import pytest
 
 from kvbridge.core.errors import NotReadyError, ProtocolError
 from kvbridge.core.ids import Rank
+from kvbridge.core.wire import worker_messages
 from kvbridge.core.wire.messages import FileOrigin, Heartbeat, RankDescription, SharedRegion
-from kvbridge.core.wire.worker_messages import (
-    CloseRoom,
-    EndpointsRevoked,
-    RoomClosed,
-    Shutdown,
-    TransportsNotBuilt,
-    WorkerClosed,
-    WorkerFailed,
-    WorkerProgress,
-    WorkerReady,
-)
 from kvbridge.node.workers import WorkerState
 from kvbridge.telemetry.facts import FrameRefused, MemoryRegistered, SuccessorsFailed
 from tests.helpers.node_bench import WorkerBench, setup
@@ -25,7 +15,7 @@ from tests.helpers.rooms import R0, R1, manifest
 
 LIMIT_S = 15.0
 STRANGE = Rank(pp=3, tp=0)
-REVOKED = EndpointsRevoked(rank=R0, before_epoch=1)
+REVOKED = worker_messages.EndpointsRevoked(rank=R0, before_epoch=1)
 
 
 @pytest.fixture
@@ -47,7 +37,7 @@ def refused(bench: WorkerBench) -> list[str]:
 
 
 def progress(bench: WorkerBench, done_bytes: int, total_bytes: int) -> None:
-    bench.workers.hear("link", WorkerProgress(rank=R0, done_bytes=done_bytes, total_bytes=total_bytes))
+    bench.workers.hear("link", worker_messages.WorkerProgress(rank=R0, done_bytes=done_bytes, total_bytes=total_bytes))
 
 
 def test_a_worker_comes_to_life_and_what_is_missing_is_said_in_words(bench):
@@ -71,7 +61,9 @@ def test_a_worker_comes_to_life_and_what_is_missing_is_said_in_words(bench):
 def test_a_dead_worker_is_sent_nothing_and_names_its_first_error(bench):
     bench.hello()
     bench.ready()
-    bench.workers.hear("link", WorkerFailed(rank=R0, code="registration_failed", message="memlock is too small"))
+    bench.workers.hear(
+        "link", worker_messages.WorkerFailed(rank=R0, code="registration_failed", message="memlock is too small")
+    )
     assert bench.workers.manifests() == ()
     for _ in range(2):
         bench.workers.gone(R0, "exit code 3")
@@ -87,7 +79,7 @@ def test_a_dead_worker_is_sent_nothing_and_names_its_first_error(bench):
 def test_a_worker_of_another_node_is_told_to_end(bench):
     with pytest.raises(ProtocolError, match="does not live on this node"):
         bench.hello(STRANGE)
-    assert bench.messages == [("link", Shutdown())]
+    assert bench.messages == [("link", worker_messages.Shutdown())]
     assert "pp0.tp0 is not there" in bench.workers.missing()
 
 
@@ -111,7 +103,9 @@ def test_a_worker_that_cannot_build_a_transport_anew_serves_on_and_says_why(benc
     bench.hello()
     bench.ready()
     about = {"rank": R0, "transports": ("nixl",)}
-    bench.workers.hear("link", TransportsNotBuilt(**about, error_code="registration_failed", error="ulimit -l"))
+    bench.workers.hear(
+        "link", worker_messages.TransportsNotBuilt(**about, error_code="registration_failed", error="ulimit -l")
+    )
     status = bench.workers.status()[0]
     assert (status.state, status.error) == ("ready", "ulimit -l")
     assert bench.events.of(SuccessorsFailed) == [SuccessorsFailed(**about, reason="ulimit -l")]
@@ -124,14 +118,14 @@ def test_a_worker_speaks_for_its_own_rank_and_for_no_other(served, link):
     """One rank's end of a room would count as another's, which may still write."""
     heard_s = served.workers._workers[R1].heard_s
     for message in (
-        WorkerReady(rank=R1, pid=11, description=RankDescription(manifest=manifest(), endpoints=())),
-        RoomClosed(room=1, generation=1, rank=R1, quiet=True),
+        worker_messages.WorkerReady(rank=R1, pid=11, description=RankDescription(manifest=manifest(), endpoints=())),
+        worker_messages.RoomClosed(room=1, generation=1, rank=R1, quiet=True),
     ):
         served.workers.hear(link, message)
     if link == "b":
         assert (served.up, len(served.said), refused(served)) == ([R1], 1, [])
         return
-    served.workers.hear(link, WorkerFailed(rank=R1, code="transport_failed", message="no device"))
+    served.workers.hear(link, worker_messages.WorkerFailed(rank=R1, code="transport_failed", message="no device"))
     assert len(refused(served)) == 3
     assert f"worker {link}, which does not serve that rank" in refused(served)[0]
     assert (served.up, served.said) == ([], [])
@@ -146,8 +140,8 @@ def test_a_stranger_has_no_heartbeat(served):
     assert len(refused(served)) == 1
 
 
-ALL_SENT = [CloseRoom(room=room, generation=1, all_sent=True) for room in (1, 2)]
-STOPPED = CloseRoom(room=3, generation=1)
+ALL_SENT = [worker_messages.CloseRoom(room=room, generation=1, all_sent=True) for room in (1, 2)]
+STOPPED = worker_messages.CloseRoom(room=3, generation=1)
 
 
 def test_that_rooms_are_over_is_told_ahead_of_the_next_message_to_that_worker(served):
@@ -168,8 +162,8 @@ def test_that_rooms_are_over_is_told_with_the_next_tick(served):
     served.workers.watch()
     served.workers.watch()
     assert served.messages == [("b", ALL_SENT[0])]
-    served.workers.send(R1, Shutdown())
-    assert served.messages[1:] == [("b", Shutdown())]
+    served.workers.send(R1, worker_messages.Shutdown())
+    assert served.messages[1:] == [("b", worker_messages.Shutdown())]
 
 
 @pytest.mark.parametrize("how", ["its connection ends", "another takes its place"])
@@ -227,8 +221,8 @@ def test_a_process_that_serves_its_rank_again_has_closed_what_it_had(bench):
 
 def test_a_worker_that_has_closed_everything_is_not_waited_for(bench):
     bench.hello(link="first")
-    bench.workers.hear("first", WorkerClosed(rank=R0))
-    assert bench.messages[-1] == ("first", Shutdown())
+    bench.workers.hear("first", worker_messages.WorkerClosed(rank=R0))
+    assert bench.messages[-1] == ("first", worker_messages.Shutdown())
     assert (bench.server.dropped, bench.down) == (["first"], ["its engine has closed it"])
     bench.hello(link="second")
     bench.workers.hear("second", REVOKED)
@@ -238,5 +232,5 @@ def test_a_worker_that_has_closed_everything_is_not_waited_for(bench):
 def test_a_worker_that_leaves_before_its_memory_is_there_is_answered_too(bench):
     bench.workers._early = {}
     bench.hello(link="first")
-    bench.workers.hear("first", WorkerClosed(rank=R0))
-    assert (bench.messages, bench.workers._early, refused(bench)) == ([("first", Shutdown())], {}, [])
+    bench.workers.hear("first", worker_messages.WorkerClosed(rank=R0))
+    assert (bench.messages, bench.workers._early, refused(bench)) == ([("first", worker_messages.Shutdown())], {}, [])

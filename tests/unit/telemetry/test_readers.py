@@ -9,22 +9,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
-from kvbridge.telemetry.facts import (
-    EventStream,
-    Fact,
-    MemoryRegistered,
-    MessagesResent,
-    OrderBegan,
-    OrderEnded,
-    PeerAccepted,
-    PeerFact,
-    PeerLost,
-    PeerRejected,
-    PrefixMatched,
-    RankReceived,
-    RoomEntered,
-    WorkerStarted,
-)
+from kvbridge.telemetry import facts
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.readers import NodeReader
 from kvbridge.telemetry.registry import Metrics
@@ -39,10 +24,10 @@ class Counted:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.metrics = Metrics(role="prefill", clock=self.clock)
-        self.events = EventStream(self.clock)
+        self.events = facts.EventStream(self.clock)
         for table in NodeReader(self.metrics, Seldom(self.metrics.line_left_out, clock=self.clock)).tables:
             self.events.add_reader(table)
-        self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
+        self.events.emit(facts.PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
 
     def sample(self, name: str, **labels: str) -> float:
         return sum(
@@ -60,10 +45,10 @@ def counted() -> Counted:
 
 def test_overlapping_orders_count_the_time_once_and_every_byte(counted: Counted) -> None:
     for kind, order, amounts in (
-        (OrderBegan, 1, {}),
-        (OrderBegan, 2, {}),
-        (OrderEnded, 1, {"amounts": AMOUNTS}),
-        (OrderEnded, 2, {}),
+        (facts.OrderBegan, 1, {}),
+        (facts.OrderBegan, 2, {}),
+        (facts.OrderEnded, 1, {"amounts": AMOUNTS}),
+        (facts.OrderEnded, 2, {}),
     ):
         counted.events.emit(kind(**ROOM, rank=R0, order=order, transport="mooncake", **amounts))
         counted.clock.advance(1)
@@ -76,7 +61,9 @@ def test_overlapping_orders_count_the_time_once_and_every_byte(counted: Counted)
 def test_time_on_the_receiving_side_is_what_the_writers_tell(counted: Counted) -> None:
     counted.clock.advance(100)
     for under_way_ago_s in (((10.0, 8.0), (5.0, 4.0)), ((9.0, 7.0),)):
-        fact = RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="mooncake", under_way_ago_s=under_way_ago_s)
+        fact = facts.RankReceived(
+            **ROOM, rank=R0, amounts=AMOUNTS, transport="mooncake", under_way_ago_s=under_way_ago_s
+        )
         counted.events.emit(fact)
     received = {"direction": "received", "transport": "mooncake"}
     assert counted.sample("kvbridge_peer_busy_seconds_total", peer="decode-0/node-0", **received) == 4.0
@@ -85,10 +72,10 @@ def test_time_on_the_receiving_side_is_what_the_writers_tell(counted: Counted) -
 
 
 def test_a_peer_is_called_by_its_name_also_when_it_fails(counted: Counted) -> None:
-    counted.events.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="peer_failed", reason="gone"))
-    counted.events.emit(RoomEntered(**ROOM, state=RoomState.ABORTED, code="aborted"))
-    counted.events.emit(PeerLost(peer="dddd", reason="silent"))
-    counted.events.emit(PeerRejected(peer="eeee", code="fingerprint_mismatch", reason="another model"))
+    counted.events.emit(facts.RoomEntered(**ROOM, state=RoomState.FAILED, code="peer_failed", reason="gone"))
+    counted.events.emit(facts.RoomEntered(**ROOM, state=RoomState.ABORTED, code="aborted"))
+    counted.events.emit(facts.PeerLost(peer="dddd", reason="silent"))
+    counted.events.emit(facts.PeerRejected(peer="eeee", code="fingerprint_mismatch", reason="another model"))
     for peer, code in (
         ("decode-0/node-0", "peer_failed"),
         ("decode-0/node-0", "lost"),
@@ -99,11 +86,11 @@ def test_a_peer_is_called_by_its_name_also_when_it_fails(counted: Counted) -> No
 
 
 def test_an_ended_room_is_counted_with_the_code_of_its_first_cause(counted: Counted) -> None:
-    counted.events.emit(RoomEntered(**ROOM, state=RoomState.OFFERED))
-    counted.events.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="peer_failed", reason="gone"))
+    counted.events.emit(facts.RoomEntered(**ROOM, state=RoomState.OFFERED))
+    counted.events.emit(facts.RoomEntered(**ROOM, state=RoomState.FAILED, code="peer_failed", reason="gone"))
     assert counted.sample("kvbridge_rooms_ended_total") == 1
     assert counted.sample("kvbridge_rooms_ended_total", state="failed", code="peer_failed") == 1
-    fact = RoomEntered(**ROOM, state=RoomState.FAILED, code="deadline", reason="late", limit="timeouts.offer_s")
+    fact = facts.RoomEntered(**ROOM, state=RoomState.FAILED, code="deadline", reason="late", limit="timeouts.offer_s")
     counted.events.emit(fact)
     assert counted.sample("kvbridge_rooms_ended_by_limit_total") == 1
     assert counted.sample("kvbridge_rooms_ended_by_limit_total", limit="timeouts.offer_s") == 1
@@ -111,9 +98,9 @@ def test_an_ended_room_is_counted_with_the_code_of_its_first_cause(counted: Coun
 
 def test_a_node_is_registered_as_far_as_its_slowest_rank_and_cached_tokens_are_counted(counted: Counted) -> None:
     for rank, share in ((R0, 0.5), (R1, 0.25), (R0, 1.0)):
-        counted.events.emit(MemoryRegistered(rank=rank, share=share))
+        counted.events.emit(facts.MemoryRegistered(rank=rank, share=share))
     assert counted.sample("kvbridge_registration_progress_ratio") == 0.25
-    counted.events.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88))
+    counted.events.emit(facts.PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88))
     assert counted.sample("kvbridge_prefix_tokens_total", outcome="hit") == 512
     assert counted.sample("kvbridge_prefix_tokens_total", outcome="miss") == 88
 
@@ -122,12 +109,12 @@ def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed(coun
     about = {"age_s": 0.25, "prompt_tokens": 5, "prefix_tokens": 4, "computed_tokens": 2, "bytes": 584}
     ids = {"request_id": "r-1", "trace_id": "4bf9"}
     with capture_logs() as lines:
-        counted.events.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED, **about, ids=ids))
-        late = RoomEntered(
+        counted.events.emit(facts.RoomEntered(**ROOM, state=RoomState.COMPLETED, **about, ids=ids))
+        late = facts.RoomEntered(
             **ROOM, state=RoomState.FAILED, code="deadline", reason="late", limit="timeouts.room_s", **about
         )
         counted.events.emit(late)
-        counted.events.emit(OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
+        counted.events.emit(facts.OrderBegan(**ROOM, rank=R0, order=1, transport="local"))
     told = {"event": "room_ended", **ROOM, "peer_name": "decode-0/node-0", **about}
     why = {"code": "deadline", "reason": "late", "limit": "timeouts.room_s"}
     assert lines == [
@@ -136,8 +123,8 @@ def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed(coun
     ]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Fact.kinds if kind.line])
-def test_every_field_that_a_line_shows_is_one_of_its_fact(kind: type[Fact]) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in facts.Fact.kinds if kind.line])
+def test_every_field_that_a_line_shows_is_one_of_its_fact(kind: type[facts.Fact]) -> None:
     fields = {field.name for field in dataclasses.fields(kind)}
     level, _, *keys = kind.line.split()
     assert level in {"info", "warning", "error"}
@@ -150,26 +137,30 @@ def test_every_field_that_a_line_shows_is_one_of_its_fact(kind: type[Fact]) -> N
 
 def test_every_reader_has_every_fact_in_order_with_its_time() -> None:
     clock = ManualClock(5.0)
-    stream = EventStream(clock)
-    first: list[tuple[float, Fact]] = []
-    second: list[tuple[float, Fact]] = []
-    stream.add_reader({Fact: lambda now_s, fact: first.append((now_s, fact))})
-    one, two = MessagesResent(count=2), MemoryRegistered(rank=Rank(pp=0, tp=0), share=0.5)
+    stream = facts.EventStream(clock)
+    first: list[tuple[float, facts.Fact]] = []
+    second: list[tuple[float, facts.Fact]] = []
+    stream.add_reader({facts.Fact: lambda now_s, fact: first.append((now_s, fact))})
+    one, two = facts.MessagesResent(count=2), facts.MemoryRegistered(rank=Rank(pp=0, tp=0), share=0.5)
     stream.emit(one)
     clock.advance(1)
-    stream.add_reader({Fact: lambda now_s, fact: second.append((now_s, fact))})
+    stream.add_reader({facts.Fact: lambda now_s, fact: second.append((now_s, fact))})
     stream.emit(two)
     assert first == [(5.0, one), (6.0, two)]
     assert second == [(6.0, two)]
 
 
 def test_a_reader_has_the_facts_of_its_table_and_of_the_kinds_below() -> None:
-    stream, heard = EventStream(), []
-    stream.emit(MessagesResent(count=1))  # before anybody reads
-    stream.add_reader({MessagesResent: lambda _, fact: heard.append(fact.count)})
+    stream, heard = facts.EventStream(), []
+    stream.emit(facts.MessagesResent(count=1))  # before anybody reads
+    stream.add_reader({facts.MessagesResent: lambda _, fact: heard.append(fact.count)})
     stream.add_reader(
-        {PeerFact: lambda _, fact: heard.append(fact.peer), MemoryRegistered: lambda *_: heard.append("m")}
+        {facts.PeerFact: lambda _, fact: heard.append(fact.peer), facts.MemoryRegistered: lambda *_: heard.append("m")}
     )
-    for fact in (MessagesResent(count=2), PeerLost(peer="p", reason="r"), WorkerStarted(rank=Rank(pp=0, tp=0), pid=1)):
+    for fact in (
+        facts.MessagesResent(count=2),
+        facts.PeerLost(peer="p", reason="r"),
+        facts.WorkerStarted(rank=Rank(pp=0, tp=0), pid=1),
+    ):
         stream.emit(fact)
     assert heard == [2, "p"]

@@ -6,15 +6,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
-from kvbridge.telemetry.facts import (
-    EventStream,
-    OrderEnded,
-    PeerLost,
-    RankReceived,
-    RoomEntered,
-    RoomMessageRefused,
-    WorkerLost,
-)
+from kvbridge.telemetry import facts
 from kvbridge.telemetry.recent import KEPT_ENDED, MAX_FACTS_OF_KIND, RECENT_PEERS, RECENT_PROBLEMS, Recent
 from tests.helpers.manual_clock import ManualClock
 
@@ -29,14 +21,14 @@ class Node:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.stream = EventStream(self.clock)
+        self.stream = facts.EventStream(self.clock)
         self.recent = Recent()
         self.stream.add_reader(self.recent.table)
 
     def enter(self, room: int, *states: RoomState, generation: int = 1, peer: str = "", code: str = "") -> None:
         for state in states:
             self.clock.now_s += 1.0
-            self.stream.emit(RoomEntered(room=room, generation=generation, state=state, peer=peer, code=code))
+            self.stream.emit(facts.RoomEntered(room=room, generation=generation, state=state, peer=peer, code=code))
 
     def shown(self, limit: int = 10) -> list[tuple[int, RoomState]]:
         return [(room, timeline.entered.state) for (room, _), timeline in self.recent.shown(limit)]
@@ -70,9 +62,9 @@ def test_a_stranger_s_messages_are_no_rooms_and_do_not_fill_one():
     node = Node()
     node.enter(5, S.ADMITTED)
     for room in range(1000):
-        node.stream.emit(RoomMessageRefused(room=room, generation=1, peer="p", code="stale"))
+        node.stream.emit(facts.RoomMessageRefused(room=room, generation=1, peer="p", code="stale"))
     for _ in range(2 * MAX_FACTS_OF_KIND):
-        node.stream.emit(RoomMessageRefused(room=5, generation=1, peer="p", code="stale"))
+        node.stream.emit(facts.RoomMessageRefused(room=5, generation=1, peer="p", code="stale"))
     assert node.shown() == [(5, S.ADMITTED)]
     assert len(node.recent.of(5)[1].facts) == 1 + MAX_FACTS_OF_KIND
 
@@ -92,9 +84,9 @@ def test_status_keeps_the_last_problems_with_their_time() -> None:
     began_at, node = time.time(), Node()
     stream, recent = node.stream, node.recent
     for number in range(RECENT_PROBLEMS):
-        stream.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
-    stream.emit(PeerLost(peer="dddd", reason="silent"))
-    stream.emit(WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"))
+        stream.emit(facts.RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
+    stream.emit(facts.PeerLost(peer="dddd", reason="silent"))
+    stream.emit(facts.WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"))
     problems = recent.problems
     assert len(problems) == RECENT_PROBLEMS
     assert began_at - 0.001 <= problems[0].at <= problems[-1].at <= time.time() + 0.001
@@ -105,13 +97,13 @@ def test_status_keeps_the_last_problems_with_their_time() -> None:
 def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
     node = Node()
     stream, recent = node.stream, node.recent
-    stream.emit(OrderEnded(**ROOM, rank=R0, order=1, transport="mooncake", amounts=AMOUNTS))
-    stream.emit(RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
-    stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
-    stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="c"))
+    stream.emit(facts.OrderEnded(**ROOM, rank=R0, order=1, transport="mooncake", amounts=AMOUNTS))
+    stream.emit(facts.RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
+    stream.emit(facts.RoomEntered(**ROOM, state=RoomState.COMPLETED))
+    stream.emit(facts.RoomEntered(**ROOM, state=RoomState.FAILED, code="c"))
     peer = recent.traffic["dddd"]
     assert (peer.sent_bytes, peer.received_bytes, peer.rooms_completed, peer.rooms_failed) == (584, 584, 1, 1)
     for number in range(RECENT_PEERS):
-        stream.emit(RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
+        stream.emit(facts.RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
     assert len(recent.traffic) == RECENT_PEERS
     assert "dddd" not in recent.traffic

@@ -4,27 +4,17 @@ import numpy as np
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.transport import windowed
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.windowed import (
-    DONE,
-    PENDING,
-    Check,
-    PartlyStartedError,
-    Progress,
-    Submitter,
-    Window,
-    WindowedTransfer,
-    WindowLimits,
-)
 from tests.helpers.manual_clock import ManualClock
 
 
-class FakeLibrary(Submitter[int]):
+class FakeLibrary(windowed.Submitter[int]):
     """Batches stay pending until `answers` says otherwise; asking after a terminal batch again is an error."""
 
     def __init__(self) -> None:
         self.started: list[tuple[int, int]] = []
-        self.answers: dict[int, Check] = {}
+        self.answers: dict[int, windowed.Check] = {}
         self.refuse_from: int | None = None
         self.partly: dict[int, int] = {}
         """Where a batch begins, to where it ends although more was given."""
@@ -38,19 +28,19 @@ class FakeLibrary(Submitter[int]):
         self.started.append((first, taken))
         handle = len(self.started) - 1
         if taken < stop:
-            raise PartlyStartedError("took two", handle, taken)
+            raise windowed.PartlyStartedError("took two", handle, taken)
         return handle
 
-    def check(self, handle: int) -> Check:
+    def check(self, handle: int) -> windowed.Check:
         assert handle not in self._ended, "asked after a batch that was terminal"
         self.asked.append(handle)
-        answer = self.answers.get(handle, PENDING)
-        if answer.progress in {Progress.DONE, Progress.FAILED}:
+        answer = self.answers.get(handle, windowed.PENDING)
+        if answer.progress in {windowed.Progress.DONE, windowed.Progress.FAILED}:
             self._ended.add(handle)
         return answer
 
     def finish(self, *handles: int) -> None:
-        self.answers.update(dict.fromkeys(handles, DONE))
+        self.answers.update(dict.fromkeys(handles, windowed.DONE))
 
 
 def operations(*lengths: int) -> Operations:
@@ -64,12 +54,12 @@ class Bench:
 
     def __init__(self, **limits: float) -> None:
         settings = {"operations": 4, "bytes": 1_000, "quiet_timeout_s": 5.0} | limits
-        self.window = Window(WindowLimits(**settings))
+        self.window = windowed.Window(windowed.WindowLimits(**settings))
         self.clock = ManualClock()
 
-    def transfer(self, *lengths: int, deadline_s: float = 10.0) -> tuple[WindowedTransfer[int], FakeLibrary]:
+    def transfer(self, *lengths: int, deadline_s: float = 10.0) -> tuple[windowed.WindowedTransfer[int], FakeLibrary]:
         library = FakeLibrary()
-        made = WindowedTransfer(
+        made = windowed.WindowedTransfer(
             operations(*lengths), library, self.window, peer="peer x:1", deadline_s=deadline_s, clock=self.clock
         )
         return made, library
@@ -79,11 +69,11 @@ def test_stalled_batch_does_not_hide_those_behind_it() -> None:
     bench = Bench(quiet_timeout_s=5.0)
     transfer, library = bench.transfer(*[10] * 4)
     transfer.poll()
-    library.answers[0] = Check(Progress.STALLED, "answered -2")
+    library.answers[0] = windowed.Check(windowed.Progress.STALLED, "answered -2")
     library.finish(1, 2, 3)
     assert transfer.poll().state is TransferState.ACTIVE
     assert bench.window.operations == 1
-    library.answers[0] = Check(Progress.FAILED, "answered -1")
+    library.answers[0] = windowed.Check(windowed.Progress.FAILED, "answered -1")
     status = transfer.poll()
     assert status.state is TransferState.FAILED_QUIET
     assert status.in_transit
@@ -117,7 +107,7 @@ def test_failure_that_does_not_become_quiet_in_time() -> None:
     bench = Bench(quiet_timeout_s=5.0)
     transfer, library = bench.transfer(*[10] * 4)
     transfer.poll()
-    library.answers[0] = Check(Progress.FAILED, "answered -1")
+    library.answers[0] = windowed.Check(windowed.Progress.FAILED, "answered -1")
     transfer.poll()
     bench.clock.advance(4.9)
     assert transfer.poll().state is TransferState.ACTIVE

@@ -9,16 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.errors import DeadlineError, RegistrationError, TransportError
+from kvbridge.core.wire import worker_messages
 from kvbridge.core.wire.messages import Heartbeat
-from kvbridge.core.wire.worker_messages import (
-    CloseRoom,
-    EndpointsRevoked,
-    RenewEndpoints,
-    RevokeEndpoints,
-    RoomClosed,
-    TransportsNotBuilt,
-    WorkerReady,
-)
 from kvbridge.worker import loop as rank_worker
 from kvbridge.worker.loop import HEARTBEAT_INTERVAL_S
 from kvbridge.worker.transports import RETRY_S, in_background
@@ -80,18 +72,18 @@ def test_rooms_go_on_while_endpoints_are_renewed(elsewhere):
     """Registering a pool anew may take minutes, so the node gets new endpoints only when they are there."""
     bench = ready_bench(elsewhere, "one", "two")
     old = bench.transport()
-    bench.say(RenewEndpoints(epoch=1), steps=2)
+    bench.say(worker_messages.RenewEndpoints(epoch=1), steps=2)
     assert elsewhere.names == ["build transports"]
     assert sends_a_room(bench, old)
-    assert bench.link.take(WorkerReady) == []
+    assert bench.link.take(worker_messages.WorkerReady) == []
     elsewhere.go_on()
     bench.worker.step()
-    [ready] = bench.link.take(WorkerReady)
+    [ready] = bench.link.take(worker_messages.WorkerReady)
     assert ready.epoch == 1
     assert [(each.transport, each.epoch) for each in ready.description.endpoints] == [("one", 1), ("two", 1)]
     bench.say(steps=2)
     assert (old.closed, elsewhere.names) == (False, []), "peers write by it until it is revoked"
-    bench.say(RevokeEndpoints(before_epoch=1))
+    bench.say(worker_messages.RevokeEndpoints(before_epoch=1))
     assert elsewhere.names == ["close one", "close two"]
 
 
@@ -101,7 +93,7 @@ def test_rooms_go_on_while_the_successor_of_a_transport_that_was_not_quiet_is_bu
     bench.order()
     bench.end(NOT_QUIET)
     assert bench.sent()[0].quiet is False
-    bench.say(CloseRoom(room=1, generation=1))
+    bench.say(worker_messages.CloseRoom(room=1, generation=1))
     bench.open(room=2)
     bench.order(room=2)
     old.transfers[-1].state = DONE
@@ -113,11 +105,11 @@ def test_rooms_go_on_while_the_successor_of_a_transport_that_was_not_quiet_is_bu
     elsewhere.go_on()
     bench.say(steps=2)
     assert elsewhere.names == ["close one"]
-    assert [one.quiet for one in bench.link.take(RoomClosed)] == [False], "its end is the proof"
+    assert [one.quiet for one in bench.link.take(worker_messages.RoomClosed)] == [False], "its end is the proof"
     elsewhere.go_on()
     bench.worker.step()
     assert old.closed
-    assert [message.quiet for message in bench.link.take(RoomClosed)] == [True]
+    assert [message.quiet for message in bench.link.take(worker_messages.RoomClosed)] == [True]
 
 
 def test_endpoints_that_cannot_be_renewed_work_on_and_are_tried_again(elsewhere):
@@ -126,20 +118,20 @@ def test_endpoints_that_cannot_be_renewed_work_on_and_are_tried_again(elsewhere)
     old = bench.transport()
     bench.refuse_build = RegistrationError("no memory can be locked")
     with capture_logs() as lines:
-        bench.say(RenewEndpoints(epoch=1))
+        bench.say(worker_messages.RenewEndpoints(epoch=1))
         elsewhere.go_on()
         bench.worker.step()
-    [told] = bench.link.take(TransportsNotBuilt)
+    [told] = bench.link.take(worker_messages.TransportsNotBuilt)
     assert (told.transports, told.error_code) == (("one",), "registration_failed")
     assert [line["reason"] for line in lines if line["event"] == "transports_not_built"] == ["no memory can be locked"]
     assert sends_a_room(bench, old)
-    assert (bench.link.take(WorkerReady), elsewhere.names) == ([], [])
+    assert (bench.link.take(worker_messages.WorkerReady), elsewhere.names) == ([], [])
     bench.refuse_build = None
     bench.clock.advance(RETRY_S)
     bench.worker.step()
     elsewhere.go_on()
     bench.worker.step()
-    assert [ready.epoch for ready in bench.link.take(WorkerReady)] == [1]
+    assert [ready.epoch for ready in bench.link.take(worker_messages.WorkerReady)] == [1]
 
 
 def test_successors_are_taken_up_together_or_not_at_all(elsewhere, monkeypatch):
@@ -153,11 +145,11 @@ def test_successors_are_taken_up_together_or_not_at_all(elsewhere, monkeypatch):
         register(transport, memory)
 
     monkeypatch.setattr(FakeTransport, "register", refuse)
-    bench.say(RenewEndpoints(epoch=1))
+    bench.say(worker_messages.RenewEndpoints(epoch=1))
     elsewhere.go_on()
     bench.worker.step()
     assert [[each.closed for each in bench.built[name]] for name in ("one", "two")] == [[False, True], [False, True]]
-    assert bench.link.take(WorkerReady) == []
+    assert bench.link.take(worker_messages.WorkerReady) == []
 
 
 # ------------------------------------------------------------------------------------------- closing
@@ -167,9 +159,9 @@ def revoking_bench(elsewhere: Elsewhere) -> tuple[Bench, FakeTransport]:
     """A bench whose earlier endpoints are being closed."""
     bench = ready_bench(elsewhere)
     old = bench.transport()
-    bench.say(RenewEndpoints(epoch=1))
+    bench.say(worker_messages.RenewEndpoints(epoch=1))
     elsewhere.go_on()
-    bench.say(RevokeEndpoints(before_epoch=1))
+    bench.say(worker_messages.RevokeEndpoints(before_epoch=1))
     bench.connect()
     bench.say(steps=2)
     assert elsewhere.names == ["close one"]
@@ -179,20 +171,20 @@ def revoking_bench(elsewhere: Elsewhere) -> tuple[Bench, FakeTransport]:
 def test_rooms_go_on_while_a_transport_closes_and_endpoints_count_until_it_has(elsewhere):
     bench, old = revoking_bench(elsewhere)
     assert sends_a_room(bench, bench.transport())
-    assert bench.link.take(EndpointsRevoked) == []
+    assert bench.link.take(worker_messages.EndpointsRevoked) == []
     elsewhere.go_on()
     bench.worker.step()
     assert old.closed
-    assert [revoked.before_epoch for revoked in bench.link.take(EndpointsRevoked)] == [1]
+    assert [revoked.before_epoch for revoked in bench.link.take(worker_messages.EndpointsRevoked)] == [1]
 
 
 def test_a_transport_that_does_not_close_ends_the_worker(monkeypatch):
     """The end of the process is the only proof that is left."""
     bench = Bench()
     monkeypatch.setattr(bench.transport(), "close", refuse_to_close)
-    bench.say(RenewEndpoints(epoch=1))
+    bench.say(worker_messages.RenewEndpoints(epoch=1))
     with pytest.raises(TransportError, match="did not return"):
-        bench.say(RevokeEndpoints(before_epoch=1), steps=2)
+        bench.say(worker_messages.RevokeEndpoints(before_epoch=1), steps=2)
 
 
 def refuse_to_close() -> None:
@@ -224,7 +216,7 @@ def test_transports_that_close_for_ever_are_given_one_limit_together(elsewhere, 
 def test_a_worker_that_ends_while_a_successor_is_built_closes_that_too(elsewhere, clock_runs, ended):
     bench = ready_bench(elsewhere)
     clock_runs(bench)
-    bench.say(RenewEndpoints(epoch=1))
+    bench.say(worker_messages.RenewEndpoints(epoch=1))
     if ended:
         elsewhere.go_on()
     bench.link.send = lambda _: elsewhere.go_on()

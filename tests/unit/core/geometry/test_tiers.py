@@ -4,19 +4,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry import tiers
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.models import PRESETS, preset
-from kvbridge.core.geometry.tiers import (
-    CheckpointCause,
-    Piece,
-    copied_components,
-    copy_page_bytes,
-    copy_pieces,
-    most_reusable_tokens,
-    needs_checkpoints,
-    wanted_checkpoints,
-    why_no_prefixes,
-)
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.session.prefill import RankProgress
@@ -47,15 +37,15 @@ def with_state(liveness: Liveness, *, block: int = 1, overlap: int = 0) -> Model
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_model_that_is_known_can_go_on(name: str) -> None:
-    assert not why_no_prefixes(preset(name))
-    assert needs_checkpoints(preset(name)) is ("v4" in name)
+    assert not tiers.why_no_prefixes(preset(name))
+    assert tiers.needs_checkpoints(preset(name)) is ("v4" in name)
 
 
 def test_a_state_that_is_not_empty_at_a_pages_end_is_named() -> None:
-    assert "c128_state" in why_no_prefixes(with_state(Liveness.WHOLE))
-    assert "c128_state" in why_no_prefixes(with_state(Liveness.TAIL, block=96))
-    assert "c128_state" in why_no_prefixes(with_state(Liveness.TAIL, block=128, overlap=1))
-    assert not why_no_prefixes(with_state(Liveness.TAIL, block=128))
+    assert "c128_state" in tiers.why_no_prefixes(with_state(Liveness.WHOLE))
+    assert "c128_state" in tiers.why_no_prefixes(with_state(Liveness.TAIL, block=96))
+    assert "c128_state" in tiers.why_no_prefixes(with_state(Liveness.TAIL, block=128, overlap=1))
+    assert not tiers.why_no_prefixes(with_state(Liveness.TAIL, block=128))
 
 
 @given(
@@ -65,16 +55,18 @@ def test_a_state_that_is_not_empty_at_a_pages_end_is_named() -> None:
     interval=st.sampled_from([0, 100, PAGE, 2 * PAGE, 3 * PAGE, 1000]),
 )
 def test_checkpoints_are_at_page_ends_behind_what_is_computed(prompt: int, computed: int, known: int, interval: int):
-    start = min(computed * PAGE, most_reusable_tokens(V4, prompt))
+    start = min(computed * PAGE, tiers.most_reusable_tokens(V4, prompt))
     junction = max(start, min(known * PAGE, prompt // PAGE * PAGE))
-    found = wanted_checkpoints(V4, prompt, computed_tokens=start, known_tokens=known * PAGE, interval_tokens=interval)
+    found = tiers.wanted_checkpoints(
+        V4, prompt, computed_tokens=start, known_tokens=known * PAGE, interval_tokens=interval
+    )
     assert list(found) == sorted(set(found))
     assert all(end % PAGE == 0 and start < end <= prompt for end in found)
     assert junction == start or junction in found
     last = prompt // PAGE * PAGE
     for end, cause in found.items():
-        expected = CheckpointCause.DIVERGENCE if end == junction else CheckpointCause.INTERVAL
-        assert cause is (CheckpointCause.PROMPT_END if end == last else expected)
+        expected = tiers.CheckpointCause.DIVERGENCE if end == junction else tiers.CheckpointCause.INTERVAL
+        assert cause is (tiers.CheckpointCause.PROMPT_END if end == last else expected)
     reached = range(interval, prompt // PAGE * PAGE, interval) if interval else ()
     assert {end // PAGE * PAGE for end in reached if end // PAGE * PAGE > start} <= set(found)
 
@@ -89,7 +81,10 @@ def test_checkpoints_are_at_page_ends_behind_what_is_computed(prompt: int, compu
 def test_whoever_holds_more_each_row_that_decode_lacks_is_sent_once(pages, behind, computed, held, middle):
     """`held`: pages of the prompt that decode has; `computed`: where prefill starts; `middle`: one publication on the way."""
     prompt = max(1, pages * PAGE + behind)
-    start, prefix = min(computed * PAGE, most_reusable_tokens(V4, prompt)), min(held * PAGE, prompt // PAGE * PAGE)
+    start, prefix = (
+        min(computed * PAGE, tiers.most_reusable_tokens(V4, prompt)),
+        min(held * PAGE, prompt // PAGE * PAGE),
+    )
     progress = RankProgress(range(V4.layer_count), prompt_tokens=prompt, computed_tokens=start)
     sections = progress.next_sections(prefix)
     progress.publish(max(start, min(middle, prompt)))
@@ -114,8 +109,8 @@ C4 = ComponentKind.C4_KV
 def bytes_of(geometry: ModelGeometry, space: IndexSpace, on_host: set[ComponentKind] | None = None) -> int:
     """Bytes of a twin's page of all layers and components of a space."""
     return sum(
-        len(component.layers) * copy_page_bytes(geometry, component, component.lanes)
-        for component in copied_components(geometry, on_host or set(), checkpoints=True)
+        len(component.layers) * tiers.copy_page_bytes(geometry, component, component.lanes)
+        for component in tiers.copied_components(geometry, on_host or set(), checkpoints=True)
         if component.space is space
     )
 
@@ -127,16 +122,16 @@ def test_bytes_of_twins(geometry: ModelGeometry, page: int, checkpoint: int):
 
 
 def test_what_is_on_the_host_needs_no_twin():
-    kinds = [component.kind for component in copied_components(FLASH, {C4}, checkpoints=False)]
+    kinds = [component.kind for component in tiers.copied_components(FLASH, {C4}, checkpoints=False)]
     assert kinds == [ComponentKind.C4_INDEXER, ComponentKind.C128_KV]
     assert bytes_of(FLASH, IndexSpace.FULL, {C4}) == 998_208 - 786_240
-    assert copied_components(FLASH, {C4, *kinds}, checkpoints=False) == ()
+    assert tiers.copied_components(FLASH, {C4, *kinds}, checkpoints=False) == ()
 
 
 @pytest.mark.parametrize("window", [64, 250, 256])
 def test_every_row_that_is_live_at_a_page_end_is_kept(window: int):
     geometry, swa = sliding(window=window)
-    (piece,) = copy_pieces(geometry, swa, (1, 2), (1, 2))
+    (piece,) = tiers.copy_pieces(geometry, swa, (1, 2), (1, 2))
     rows = swa.live_rows(3 * 256)
     first, last = rows.start % 256 * 24, (rows.stop - 1) % 256 * 24 + 24
     assert piece.offset_bytes <= first
@@ -147,23 +142,23 @@ def test_every_row_that_is_live_at_a_page_end_is_kept(window: int):
 def test_a_rank_has_its_lanes_of_a_twin():
     heads = GQA.component(ComponentKind.MHA_KV)
     each = heads.lane_block_bytes
-    assert copy_pieces(GQA, heads, (1, 2), (0, 2)) == (Piece(0, each, each),)
+    assert tiers.copy_pieces(GQA, heads, (1, 2), (0, 2)) == (tiers.Piece(0, each, each),)
     geometry, swa = sliding(window=128)
     half = 128 * 24
-    assert copy_pieces(geometry, swa, (2, 4), (0, 4)) == (
-        Piece(half, 2 * half, half),
-        Piece(2 * half + half, 3 * half, half),
+    assert tiers.copy_pieces(geometry, swa, (2, 4), (0, 4)) == (
+        tiers.Piece(half, 2 * half, half),
+        tiers.Piece(2 * half + half, 3 * half, half),
     )
     with pytest.raises(InvalidInputError, match=r"lanes \[0, 2\) cannot keep a device page of \[1, 3\)"):
-        copy_pieces(geometry, swa, (1, 3), (0, 2))
+        tiers.copy_pieces(geometry, swa, (1, 3), (0, 2))
 
 
 def test_state_of_which_nothing_is_live_at_a_page_end_has_no_twin():
     geometry, tail = sliding(liveness=Liveness.TAIL, block=64)
-    assert copy_pieces(geometry, tail, (0, 4), (0, 4)) == ()
-    assert [each.kind for each in copied_components(geometry, (), checkpoints=True)] == [ComponentKind.MHA_KV]
+    assert tiers.copy_pieces(geometry, tail, (0, 4), (0, 4)) == ()
+    assert [each.kind for each in tiers.copied_components(geometry, (), checkpoints=True)] == [ComponentKind.MHA_KV]
     geometry, odd = sliding(liveness=Liveness.TAIL, block=96)
-    assert copy_pieces(geometry, odd, (0, 4), (0, 4)) == (Piece(0, 0, odd.page_bytes()),)
+    assert tiers.copy_pieces(geometry, odd, (0, 4), (0, 4)) == (tiers.Piece(0, 0, odd.page_bytes()),)
 
 
 def sliding(**fields: object) -> tuple[ModelGeometry, Component]:

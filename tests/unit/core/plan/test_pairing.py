@@ -10,17 +10,7 @@ from hypothesis import given, strategies as st
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space, Rank
-from kvbridge.core.plan.digests import (
-    GENERATOR,
-    MAX_PART_BYTES,
-    ONE,
-    DigestKey,
-    DigestSums,
-    PageDigests,
-    bytes_power,
-    followed_by,
-    product,
-)
+from kvbridge.core.plan import digests
 from kvbridge.core.plan.pages import byte_intervals, find_runs
 from kvbridge.core.plan.pairing import Demand, Pairing, Stripe, shortfall
 from kvbridge.core.wire.codec import PEER, Envelope
@@ -159,15 +149,15 @@ def test_a_stripe_counts_the_pages_that_it_owns(count, start, length):
 
 GEOMETRY = gqa(layers=3, heads=4, tokens_per_page=16)
 MHA = ComponentKind.MHA_KV
-ALL = DigestKey(MHA, 0, 4)
+ALL = digests.DigestKey(MHA, 0, 4)
 
 
-def room(prompt: int = 40, prefix: int = 0, **fields) -> DigestSums:
-    return DigestSums.of_room(GEOMETRY, prompt_tokens=prompt, prefix_tokens=prefix, **fields)
+def room(prompt: int = 40, prefix: int = 0, **fields) -> digests.DigestSums:
+    return digests.DigestSums.of_room(GEOMETRY, prompt_tokens=prompt, prefix_tokens=prefix, **fields)
 
 
-def entry(layers=(0,), first: int = 0, values=(1,), lanes=(0, 4), kind=MHA) -> PageDigests:
-    return PageDigests(
+def entry(layers=(0,), first: int = 0, values=(1,), lanes=(0, 4), kind=MHA) -> digests.PageDigests:
+    return digests.PageDigests(
         component=kind,
         lane_start=lanes[0],
         lane_stop=lanes[1],
@@ -177,13 +167,13 @@ def entry(layers=(0,), first: int = 0, values=(1,), lanes=(0, 4), kind=MHA) -> P
     )
 
 
-def put(sums: DigestSums, layers, pages, values, key: DigestKey = ALL) -> None:
+def put(sums: digests.DigestSums, layers, pages, values, key: digests.DigestKey = ALL) -> None:
     sums.add(key, np.array(layers), np.array(pages), np.array(values, dtype=np.uint32))
 
 
 def test_a_million_tokens_of_a_large_model_go_into_several_messages():
     geometry, tokens = flash(), 1 << 20
-    sums = DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
+    sums = digests.DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
     random = np.random.default_rng(1)
     total = 0
     for component in geometry.components:
@@ -193,19 +183,19 @@ def test_a_million_tokens_of_a_large_model_go_into_several_messages():
         pages = np.arange(rows.start, rows.stop, component.rows_per_logical_page) // component.rows_per_logical_page
         layers = np.repeat(component.layers, len(pages))
         values = random.integers(0, 2**32, len(layers), dtype=np.uint32)
-        put(sums, layers, np.tile(pages, len(component.layers)), values, DigestKey(component.kind, 0, 1))
+        put(sums, layers, np.tile(pages, len(component.layers)), values, digests.DigestKey(component.kind, 0, 1))
         total += 4 * len(values)
     parts = list(sums.parts())
     sizes = [sum(len(one.values) for one in part) for part in parts]
-    assert sum(sizes) == total > MAX_PART_BYTES >= max(sizes)
+    assert sum(sizes) == total > digests.MAX_PART_BYTES >= max(sizes)
     for number, part in enumerate(parts):
         message = Digests(room=1, generation=1, writer=Rank(pp=0, tp=0), part=number, digests=part)
         assert PEER.decode(PEER.encode(Envelope(sender="a", body=message))).body == message
-    again = DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
+    again = digests.DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
     for part in parts:
         again.merge(part)
     for component in geometry.components:
-        assert not list(sums.mismatches(again, DigestKey(component.kind, 0, 1), component.layers))
+        assert not list(sums.mismatches(again, digests.DigestKey(component.kind, 0, 1), component.layers))
 
 
 @pytest.mark.parametrize(
@@ -239,31 +229,31 @@ def bitwise(data: bytes) -> int:
     for byte in data:
         register ^= byte
         for _ in range(8):
-            register = register >> 1 ^ (GENERATOR if register & 1 else 0)
+            register = register >> 1 ^ (digests.GENERATOR if register & 1 else 0)
     return register
 
 
 @given(WORDS, WORDS, WORDS)
 def test_products_are_those_of_a_ring(left, right, third):
-    assert product(left, ONE) == left
-    assert product(left, right) == product(right, left)
-    assert product(product(left, right), third) == product(left, product(right, third))
-    assert product(left, right ^ third) == product(left, right) ^ product(left, third)
+    assert digests.product(left, digests.ONE) == left
+    assert digests.product(left, right) == digests.product(right, left)
+    assert digests.product(digests.product(left, right), third) == digests.product(left, digests.product(right, third))
+    assert digests.product(left, right ^ third) == digests.product(left, right) ^ digests.product(left, third)
 
 
 @given(st.binary(max_size=40), st.integers(0, 300))
 def test_zeros_that_follow_multiply(data, count):
-    found = followed_by(np.array([bitwise(data)], dtype=np.uint32), np.array([count]))
+    found = digests.followed_by(np.array([bitwise(data)], dtype=np.uint32), np.array([count]))
     assert found.tolist() == [bitwise(data + bytes(count))]
-    assert product(bitwise(data), bytes_power(count)) == bitwise(data + bytes(count))
+    assert digests.product(bitwise(data), digests.bytes_power(count)) == bitwise(data + bytes(count))
 
 
 @given(st.lists(st.tuples(WORDS, st.sampled_from([0, 1, 7, 8, 500])), min_size=1, max_size=30))
 def test_many_checksums_are_multiplied_as_one_is(pairs):
     checksums, counts = zip(*pairs, strict=True)
-    found = followed_by(np.array(checksums, dtype=np.uint32), np.array(counts))
+    found = digests.followed_by(np.array(checksums, dtype=np.uint32), np.array(counts))
     assert found.dtype == np.uint32
-    assert found.tolist() == [product(one, bytes_power(count)) for one, count in pairs]
+    assert found.tolist() == [digests.product(one, digests.bytes_power(count)) for one, count in pairs]
 
 
 @given(st.binary(max_size=60))

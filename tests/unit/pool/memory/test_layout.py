@@ -6,16 +6,7 @@ from kvbridge.core.geometry.manifest import RankManifest, check_manifest, finger
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.pool.memory.layout import (
-    Chunking,
-    Placement,
-    RankPart,
-    copy_placement,
-    device_placement,
-    host_placement,
-    registered_extents,
-    stage_layers,
-)
+from kvbridge.pool.memory import layout
 
 FLASH = preset("deepseek-v4-flash")
 GQA = preset("tiny-gqa")
@@ -24,7 +15,7 @@ C4 = ComponentKind.C4_KV
 
 
 def part(geometry=FLASH, pp=0, tp=0, *, pp_size=1, tp_size=1, boundaries=None):
-    return RankPart.of(geometry, Rank(pp=pp, tp=tp), pp_size=pp_size, tp_size=tp_size, boundaries=boundaries)
+    return layout.RankPart.of(geometry, Rank(pp=pp, tp=tp), pp_size=pp_size, tp_size=tp_size, boundaries=boundaries)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +32,16 @@ def part(geometry=FLASH, pp=0, tp=0, *, pp_size=1, tp_size=1, boundaries=None):
 )
 def test_impossible_stages_are_refused(layers, pp_size, pp, boundaries):
     with pytest.raises(InvalidInputError):
-        stage_layers(layers, pp_size, pp, boundaries)
+        layout.stage_layers(layers, pp_size, pp, boundaries)
 
 
 @pytest.mark.parametrize("pages", [1, 3])
 def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(pages):
     counts = COUNTS | {IndexSpace.FULL: pages}
-    chunking = Chunking(extent_bytes=16 << 20)
-    placement = device_placement(FLASH, part(), page_counts=counts, page_first=True, chunking=chunking)
+    chunking = layout.Chunking(extent_bytes=16 << 20)
+    placement = layout.device_placement(FLASH, part(), page_counts=counts, page_first=True, chunking=chunking)
     regions = placement.regions_at([1 << 40] * len(placement.mappings))
-    extents = registered_extents(regions)
+    extents = layout.registered_extents(regions)
     for region in regions:
         last = region.extents()[-1][0]
         home = next(each for each in extents if each.address <= last < each.address + each.length_bytes)
@@ -62,7 +53,9 @@ def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(
 
 def test_no_manifest_ever_names_host_copies():
     counts = {IndexSpace.FULL_COPY: 30, IndexSpace.SWA_COPY: 4}
-    placement = copy_placement(FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=counts)
+    placement = layout.copy_placement(
+        FLASH, [part()], copied_components(FLASH, (), checkpoints=True), page_counts=counts
+    )
     regions, rank = placement.regions_at([1 << 40]), Rank(pp=0, tp=0)
     manifest = RankManifest(fingerprint=fingerprint(FLASH), rank=rank, pp_size=1, tp_size=1, regions=regions)
     with pytest.raises(InvalidInputError, match=r"c4_kv layer 2 \(host copy\): its page ids count space 'full_twin'"):
@@ -71,21 +64,21 @@ def test_no_manifest_ever_names_host_copies():
 
 def test_what_cannot_live_on_the_host_is_refused():
     with pytest.raises(InvalidInputError, match="cannot live in the host pool"):
-        host_placement(FLASH, {ComponentKind.SWA_KV}, page_count=5)
+        layout.host_placement(FLASH, {ComponentKind.SWA_KV}, page_count=5)
     with pytest.raises(InvalidInputError, match="no layer of this node"):
-        host_placement(FLASH, {C4}, page_count=5, layers={0})
+        layout.host_placement(FLASH, {C4}, page_count=5, layers={0})
     for kinds, count in (((), 5), ({C4}, 0)):
         with pytest.raises(InvalidInputError, match="needs a component and a page"):
-            host_placement(FLASH, kinds, page_count=count)
+            layout.host_placement(FLASH, kinds, page_count=count)
     split = GQA.model_copy(update={"components": (GQA.components[0].model_copy(update={"host_capable": True}),)})
     with pytest.raises(UnsupportedError, match="split by heads"):
-        host_placement(split, {ComponentKind.MHA_KV}, page_count=5)
+        layout.host_placement(split, {ComponentKind.MHA_KV}, page_count=5)
 
 
 def test_a_placement_that_reaches_beyond_its_mapping_is_not_built():
-    placement = host_placement(FLASH, {C4}, page_count=50)
+    placement = layout.host_placement(FLASH, {C4}, page_count=50)
     for change in ({"length_bytes": 4096}, {"name": "a/b"}):
         document = placement.model_dump()
         document["mappings"] = [document["mappings"][0] | change]
         with pytest.raises(ValueError, match=r"does not lie within|pattern"):
-            Placement.model_validate(document)
+            layout.Placement.model_validate(document)
