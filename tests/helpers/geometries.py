@@ -1,5 +1,8 @@
 """Geometries written out by hand, so that tests of what is built on them do not depend on the presets."""
 
+from collections.abc import Iterable
+from typing import Any
+
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.ids import IndexSpace
 
@@ -7,40 +10,39 @@ ENDLESS = 2**32
 """Ring turns in the one logical page of a request slot."""
 
 
+def new_component(
+    kind: ComponentKind,
+    layers: Iterable[int],
+    space: IndexSpace,
+    liveness: Liveness,
+    parts: tuple[int, ...],
+    *,
+    slots: int,
+    rows: int = 0,
+    encoding: Encoding = Encoding.NATIVE,
+    **more: Any,
+) -> Component:
+    """A component whose pages have `slots` rows of these parts in bytes, and no more rows (`rows`) than that unless told."""
+    form = {"row_parts_bytes": parts, "slots_per_page": slots, "rows_per_logical_page": rows or slots}
+    return Component(kind=kind, layers=tuple(layers), space=space, liveness=liveness, encoding=encoding, **form, **more)
+
+
 def entries(kind: ComponentKind, layers, *, tokens_per_row: int, parts, alignment: int = 1) -> Component:
-    slots = 256 // tokens_per_row
-    return Component(
-        kind=kind,
-        layers=tuple(layers),
-        space=IndexSpace.FULL,
-        encoding=Encoding.FP8_INDEXER if kind is ComponentKind.C4_INDEXER else Encoding.FP8_V4,
-        liveness=Liveness.GROWING,
-        tokens_per_row=tokens_per_row,
-        row_parts_bytes=parts,
-        slots_per_page=slots,
-        rows_per_logical_page=slots,
-        page_alignment_bytes=alignment,
-        host_capable=kind is ComponentKind.C4_KV,
-    )
+    encoding = Encoding.FP8_INDEXER if kind is ComponentKind.C4_INDEXER else Encoding.FP8_V4
+    more = {"page_alignment_bytes": alignment, "host_capable": kind is ComponentKind.C4_KV, "encoding": encoding}
+    more |= {"slots": 256 // tokens_per_row, "tokens_per_row": tokens_per_row}
+    return new_component(kind, layers, IndexSpace.FULL, Liveness.GROWING, parts, **more)
 
 
 def window_state(kind: ComponentKind, layers, *, row_bytes: int) -> Component:
     """Compressor state of the sparse layers: a ring of 8 rows in each window page."""
-    return Component(
-        kind=kind,
-        layers=tuple(layers),
-        space=IndexSpace.SWA,
-        encoding=Encoding.FP32,
-        liveness=Liveness.TAIL,
-        block=4,
-        overlap=1,
-        row_parts_bytes=(row_bytes,),
-        slots_per_page=8,
-        rows_per_logical_page=256,
-    )
+    ring = {"slots": 8, "rows": 256, "block": 4, "overlap": 1}
+    return new_component(kind, layers, IndexSpace.SWA, Liveness.TAIL, (row_bytes,), encoding=Encoding.FP32, **ring)
 
 
 def deepseek_v4(name: str, *, layer_count: int, sparse, heavy) -> ModelGeometry:
+    state = {"slots": 128, "rows": 128 * ENDLESS, "block": 128, "encoding": Encoding.FP32}
+    window = {"slots": 256, "window": 128, "encoding": Encoding.FP8_V4, "page_alignment_bytes": 576}
     return ModelGeometry(
         name=name,
         layer_count=layer_count,
@@ -51,28 +53,9 @@ def deepseek_v4(name: str, *, layer_count: int, sparse, heavy) -> ModelGeometry:
             window_state(ComponentKind.C4_STATE, sparse, row_bytes=8_192),
             window_state(ComponentKind.C4_INDEXER_STATE, sparse, row_bytes=2_048),
             entries(ComponentKind.C128_KV, heavy, tokens_per_row=128, parts=(576, 8), alignment=576),
-            Component(
-                kind=ComponentKind.C128_STATE,
-                layers=tuple(heavy),
-                space=IndexSpace.REQUEST,
-                encoding=Encoding.FP32,
-                liveness=Liveness.TAIL,
-                block=128,
-                row_parts_bytes=(4_096,),
-                slots_per_page=128,
-                rows_per_logical_page=128 * ENDLESS,
-            ),
-            Component(
-                kind=ComponentKind.SWA_KV,
-                layers=tuple(range(layer_count)),
-                space=IndexSpace.SWA,
-                encoding=Encoding.FP8_V4,
-                liveness=Liveness.WINDOW,
-                window=128,
-                row_parts_bytes=(576, 8),
-                slots_per_page=256,
-                rows_per_logical_page=256,
-                page_alignment_bytes=576,
+            new_component(ComponentKind.C128_STATE, heavy, IndexSpace.REQUEST, Liveness.TAIL, (4_096,), **state),
+            new_component(
+                ComponentKind.SWA_KV, range(layer_count), IndexSpace.SWA, Liveness.WINDOW, (576, 8), **window
             ),
         ),
     )
@@ -89,21 +72,6 @@ def pro() -> ModelGeometry:
 
 def gqa(*, layers: int = 3, heads: int = 4, row_bytes: int = 64, tokens_per_page: int = 16) -> ModelGeometry:
     """A model whose KV is sharded by head: one lane a KV head."""
-    return ModelGeometry(
-        name="gqa",
-        layer_count=layers,
-        tokens_per_page=tokens_per_page,
-        components=(
-            Component(
-                kind=ComponentKind.MHA_KV,
-                layers=tuple(range(layers)),
-                space=IndexSpace.FULL,
-                encoding=Encoding.BF16,
-                liveness=Liveness.GROWING,
-                row_parts_bytes=(row_bytes,),
-                slots_per_page=tokens_per_page,
-                rows_per_logical_page=tokens_per_page,
-                lanes=heads,
-            ),
-        ),
-    )
+    form = {"slots": tokens_per_page, "lanes": heads, "encoding": Encoding.BF16}
+    part = new_component(ComponentKind.MHA_KV, range(layers), IndexSpace.FULL, Liveness.GROWING, (row_bytes,), **form)
+    return ModelGeometry(name="gqa", layer_count=layers, tokens_per_page=tokens_per_page, components=(part,))

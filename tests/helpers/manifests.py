@@ -1,5 +1,6 @@
 """Manifests over memory that need not exist: regions at made-up addresses, in any layout."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
@@ -32,6 +33,34 @@ class AddressSpace:
         return start
 
 
+def new_region(
+    component: ComponentKind,
+    layer: int,
+    extents: Iterable[int],
+    *,
+    pages: int,
+    page_bytes: int,
+    per_extent: int = 0,
+    stride: int = 0,
+    space: IndexSpace = IndexSpace.FULL,
+    lanes: tuple[int, int] = (0, 1),
+) -> Region:
+    """A region in host memory at addresses of extents, of one extent and without gaps between its pages unless told otherwise."""
+    return Region(
+        component=component,
+        layer=layer,
+        space=space,
+        memory=MemoryKind.DRAM,
+        extent_addresses=tuple(extents),
+        pages_per_extent=per_extent or pages,
+        page_count=pages,
+        page_bytes=page_bytes,
+        page_stride_bytes=stride or page_bytes,
+        lane_start=lanes[0],
+        lane_stop=lanes[1],
+    )
+
+
 Held = tuple[Component, list[int], tuple[int, int]]
 """A component with its layers and lanes."""
 
@@ -46,21 +75,8 @@ def place(held: list[Held], *, space: IndexSpace, page_count: int, into: Address
         stride = sum(sizes) + layout.layer_gap_bytes * len(block) + layout.stride_extra_bytes
         starts = [into.take(per_extent * stride, layout.gap_bytes) for _ in range(0, page_count, per_extent)]
         for (component, layer, lanes), size in zip(block, sizes, strict=True):
-            regions.append(
-                Region(
-                    component=component.kind,
-                    layer=layer,
-                    space=space,
-                    memory=MemoryKind.DRAM,
-                    extent_addresses=tuple(starts),
-                    pages_per_extent=per_extent,
-                    page_count=page_count,
-                    page_bytes=size,
-                    page_stride_bytes=stride,
-                    lane_start=lanes[0],
-                    lane_stop=lanes[1],
-                )
-            )
+            form = {"pages": page_count, "page_bytes": size, "per_extent": per_extent, "stride": stride}
+            regions.append(new_region(component.kind, layer, starts, space=space, lanes=lanes, **form))
             starts = [start + size + layout.layer_gap_bytes for start in starts]
     return regions
 

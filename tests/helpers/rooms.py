@@ -11,9 +11,9 @@ from kvbridge.config.limits import DaemonTimeouts
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
+from kvbridge.core.geometry.manifest import RankManifest, fingerprint, lane_interval
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Role, Tables
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.plan.pairing import Demand, LaneRows
 from kvbridge.core.session.tables import RoomState
@@ -37,6 +37,7 @@ from kvbridge.node.room import Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry import facts
+from tests.helpers.manifests import new_region
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page
@@ -70,21 +71,8 @@ def manifest(
         lanes = lane_interval(component, rank.tp, tp_size)
         page_bytes = component.page_bytes(lanes[1] - lanes[0])
         for layer in component.layers:
-            regions.append(
-                Region(
-                    component=component.kind,
-                    layer=layer,
-                    space=IndexSpace.HOST if component.kind in host else component.space,
-                    memory=MemoryKind.DRAM,
-                    extent_addresses=(base,),
-                    pages_per_extent=pages,
-                    page_count=pages,
-                    page_bytes=page_bytes,
-                    page_stride_bytes=page_bytes,
-                    lane_start=lanes[0],
-                    lane_stop=lanes[1],
-                )
-            )
+            form = {"space": IndexSpace.HOST if component.kind in host else component.space, "lanes": lanes}
+            regions.append(new_region(component.kind, layer, (base,), pages=pages, page_bytes=page_bytes, **form))
             base += pages * page_bytes
     return RankManifest(
         fingerprint=fingerprint(geometry), rank=rank, pp_size=1, tp_size=tp_size, regions=tuple(regions)

@@ -9,8 +9,9 @@ from kvbridge.core.geometry.components import Component, ComponentKind
 from kvbridge.core.geometry.costs import AGE_PLANES, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.ids import IndexSpace
 from kvbridge.sparse import ReleasedRequest, SparseCache
+from tests.helpers.manifests import new_region
 
 QUIET_S = 20.0
 
@@ -50,21 +51,11 @@ class HostPool:
         memory = torch.full(shape, 0xEE, dtype=torch.uint8, pin_memory=self.pinned)
         self.memory = memory.transpose(0, 1) if self.page_first else memory
         each = -(-self.pages // 2) if self.page_first else self.pages
-        stride = self.memory.stride(1)
-        self.regions = [
-            Region(
-                component=self.component.kind,
-                layer=layer,
-                space=IndexSpace.HOST,
-                memory=MemoryKind.DRAM,
-                extent_addresses=tuple(self.memory[position, first].data_ptr() for first in range(0, self.pages, each)),
-                pages_per_extent=each,
-                page_count=self.pages,
-                page_bytes=page_bytes,
-                page_stride_bytes=stride,
-            )
-            for position, layer in enumerate(self.component.layers)
-        ]
+        sizes = {"pages": self.pages, "page_bytes": page_bytes, "per_extent": each, "stride": self.memory.stride(1)}
+        self.regions = []
+        for position, layer in enumerate(self.component.layers):
+            starts = [self.memory[position, first].data_ptr() for first in range(0, self.pages, each)]
+            self.regions.append(new_region(self.component.kind, layer, starts, space=IndexSpace.HOST, **sizes))
 
     def part(self, number: int) -> torch.Tensor:
         """One part of all rows: uint8 [layers, pages, slots, part bytes]."""

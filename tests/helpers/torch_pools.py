@@ -13,11 +13,12 @@ import torch
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region, lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, first_window_page, pages_needed
-from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Tables
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.demo.plan import prose
 from kvbridge.engine.adapters.transformers import forward
 from kvbridge.engine.streams import StreamOrder
 from kvbridge.engine.views import Part, PoolViews
+from tests.helpers.manifests import new_region
 
 SPARE_PAGES = 3
 
@@ -102,21 +103,9 @@ def _regions(
         own = shared or [_garbage(per_extent * stride) for _ in range(extents)]
         memory += own if not form.page_first else []
         offset = index * page_bytes if form.page_first else 0
-        regions.append(
-            Region(
-                component=component.kind,
-                layer=layer,
-                space=space,
-                memory=MemoryKind.DRAM,
-                extent_addresses=tuple(extent.data_ptr() + offset for extent in own),
-                pages_per_extent=per_extent,
-                page_count=page_count,
-                page_bytes=page_bytes,
-                page_stride_bytes=stride,
-                lane_start=lanes[0],
-                lane_stop=lanes[1],
-            )
-        )
+        sizes = {"pages": page_count, "page_bytes": page_bytes, "per_extent": per_extent, "stride": stride}
+        starts = (extent.data_ptr() + offset for extent in own)
+        regions.append(new_region(component.kind, layer, starts, space=space, lanes=lanes, **sizes))
     return regions, memory
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import check_disjoint
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components, copy_space
@@ -22,6 +22,7 @@ from kvbridge.pool.memory.layout import (
     registered_extents,
 )
 from kvbridge.tier.copies import CopyMeans
+from tests.helpers.geometries import new_component
 from tests.helpers.twin_pools import COMBINATIONS, PAGES, TWIN_PAGES, TwinPools
 
 TINY = preset("tiny-v4")
@@ -102,44 +103,21 @@ PAGE_TOKENS = 32
 def geometries(draw: st.DrawFn) -> ModelGeometry:
     """Made-up models of one growing component and one of another kind, split by heads or not."""
     lanes, alignment = draw(st.sampled_from([(1, 1), (1, 48), (2, 1), (4, 1)]))
-    encoding = {"encoding": Encoding.NATIVE, "lanes": lanes, "page_alignment_bytes": alignment}
+    form = {"lanes": lanes, "page_alignment_bytes": alignment}
     parts = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
     rate = draw(st.sampled_from([1, 4]))
-    grows = Component(
-        kind=ComponentKind.MHA_KV,
-        layers=(0, 2),
-        space=IndexSpace.FULL,
-        liveness=Liveness.GROWING,
-        tokens_per_row=rate,
-        row_parts_bytes=draw(parts),
-        slots_per_page=PAGE_TOKENS // rate,
-        rows_per_logical_page=PAGE_TOKENS // rate,
-        **encoding,
-    )
+    page = {"tokens_per_row": rate, "slots": PAGE_TOKENS // rate}
+    grows = new_component(ComponentKind.MHA_KV, (0, 2), IndexSpace.FULL, Liveness.GROWING, draw(parts), **page, **form)
     block = draw(st.sampled_from([4, 8, 12]))
-    slides = draw(
-        st.sampled_from(
-            [
-                {
-                    "liveness": Liveness.WINDOW,
-                    "window": draw(st.integers(1, 2 * PAGE_TOKENS)),
-                    "slots_per_page": PAGE_TOKENS,
-                },
-                {"liveness": Liveness.TAIL, "block": block, "overlap": 1, "slots_per_page": PAGE_TOKENS},
-                {"liveness": Liveness.TAIL, "block": 4, "overlap": 1, "slots_per_page": 8},
-                {"liveness": Liveness.WHOLE, "slots_per_page": 1},
-            ]
-        )
-    )
-    other = Component(
-        kind=ComponentKind.SWA_KV,
-        layers=(1, 2),
-        space=IndexSpace.SWA,
-        row_parts_bytes=draw(parts),
-        rows_per_logical_page=PAGE_TOKENS,
-        **slides,
-        **encoding,
-    )
+    kinds = [
+        (Liveness.WINDOW, {"window": draw(st.integers(1, 2 * PAGE_TOKENS)), "slots": PAGE_TOKENS}),
+        (Liveness.TAIL, {"block": block, "overlap": 1, "slots": PAGE_TOKENS}),
+        (Liveness.TAIL, {"block": 4, "overlap": 1, "slots": 8}),
+        (Liveness.WHOLE, {"slots": 1}),
+    ]
+    liveness, ring = draw(st.sampled_from(kinds))
+    form |= {"rows": PAGE_TOKENS} | ring
+    other = new_component(ComponentKind.SWA_KV, (1, 2), IndexSpace.SWA, liveness, draw(parts), **form)
     return ModelGeometry(name="drawn", layer_count=3, tokens_per_page=PAGE_TOKENS, components=(grows, other))
 
 

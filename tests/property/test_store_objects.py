@@ -16,6 +16,7 @@ from kvbridge.pool.memory.layout import HostLayout, host_placement
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.stores.objects import ObjectForm, Outcome, encode_trailer, is_object_name, object_name, read_trailer
 from tests.helpers.examples import fewer
+from tests.helpers.manifests import new_region
 
 KINDS = st.sampled_from(ComponentKind)
 SPACES = (IndexSpace.FULL, IndexSpace.HOST)
@@ -33,21 +34,10 @@ def region_sets(draw: st.DrawFn) -> list[Region]:
         page_count = draw(st.integers(1, 12))
         extents = -(-page_count // per_extent)
         lane = draw(st.integers(0, 3))
-        found.append(
-            Region(
-                component=kind,
-                layer=layer,
-                space=draw(st.sampled_from(SPACES)),
-                memory=MemoryKind.DRAM,
-                extent_addresses=tuple(draw(st.lists(st.integers(0, 2**46), min_size=extents, max_size=extents))),
-                pages_per_extent=per_extent,
-                page_count=page_count,
-                page_bytes=page_bytes,
-                page_stride_bytes=page_bytes + draw(st.integers(0, 900)),
-                lane_start=lane,
-                lane_stop=lane + draw(st.integers(1, 2)),
-            )
-        )
+        where = {"space": draw(st.sampled_from(SPACES)), "lanes": (lane, lane + draw(st.integers(1, 2)))}
+        form = {"per_extent": per_extent, "page_bytes": page_bytes, "stride": page_bytes + draw(st.integers(0, 900))}
+        starts = draw(st.lists(st.integers(0, 2**46), min_size=extents, max_size=extents))
+        found.append(new_region(kind, layer, starts, pages=page_count, **where, **form))
     return found
 
 
@@ -148,17 +138,7 @@ def test_parts_that_follow_one_another_are_one_stretch(tmp_path: Path):
 
 
 def test_what_cannot_be_an_object_is_refused():
-    region = Region(
-        component=ComponentKind.C4_KV,
-        layer=1,
-        space=IndexSpace.HOST,
-        memory=MemoryKind.DRAM,
-        extent_addresses=(4096,),
-        pages_per_extent=1,
-        page_count=1,
-        page_bytes=10,
-        page_stride_bytes=10,
-    )
+    region = new_region(ComponentKind.C4_KV, 1, (4096,), pages=1, page_bytes=10, space=IndexSpace.HOST)
     with pytest.raises(InvalidInputError, match="no component of a layer twice"):
         ObjectForm([region, region])
     with pytest.raises(InvalidInputError, match="at least one part"):

@@ -6,7 +6,7 @@ from kvbridge.api.status import Readiness, RegistrationState
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import ConfigError, NotReadyError
-from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness
+from kvbridge.core.geometry.components import ComponentKind, Liveness
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.daemon import parts as node_parts
@@ -21,6 +21,7 @@ from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.geometries import new_component
 from tests.helpers.prefix_recount import check_cache
 from tests.unit.bootstrap.fleet import node as fleet_node
 
@@ -159,16 +160,8 @@ TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
 
 def test_a_model_with_a_state_that_has_no_checkpoint_keeps_prefixes_on_decode_alone(monkeypatch):
     model = preset("tiny-gqa")
-    state = Component(
-        kind=ComponentKind.C128_STATE,
-        layers=(0,),
-        space=IndexSpace.REQUEST,
-        encoding=Encoding.FP32,
-        liveness=Liveness.WHOLE,
-        row_parts_bytes=(64,),
-        slots_per_page=1,
-        rows_per_logical_page=1 << 32,
-    )
+    kind, ring = ComponentKind.C128_STATE, {"slots": 1, "rows": 1 << 32}
+    state = new_component(kind, (0,), IndexSpace.REQUEST, Liveness.WHOLE, (64,), **ring)
     stateful = model.model_copy(update={"components": (*model.components, state)})
     monkeypatch.setattr(node_parts, "load_geometry", lambda _: stateful)
     fields = {"instance": "i", "model": {"preset": "tiny-gqa"}, "tier": TIER}

@@ -5,6 +5,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness
 from kvbridge.core.ids import IndexSpace
 from kvbridge.engine.encodings import Fp8IndexerCodec, Fp8V4Codec, PlainCodec, row_codec
+from tests.helpers.geometries import new_component
 
 V4 = Fp8V4Codec(width=512, rope=64, dtype=torch.float32)
 
@@ -58,17 +59,8 @@ def test_plain_rows_keep_every_bit(dtype):
 
 
 def component(encoding: Encoding, parts: tuple[int, ...]) -> Component:
-    return Component(
-        kind=ComponentKind.C4_KV,
-        layers=(0,),
-        space=IndexSpace.FULL,
-        encoding=encoding,
-        liveness=Liveness.GROWING,
-        row_parts_bytes=parts,
-        slots_per_page=64,
-        rows_per_logical_page=64,
-        tokens_per_row=4,
-    )
+    form = {"encoding": encoding, "slots": 64, "tokens_per_row": 4}
+    return new_component(ComponentKind.C4_KV, (0,), IndexSpace.FULL, Liveness.GROWING, parts, **form)
 
 
 @pytest.mark.parametrize(

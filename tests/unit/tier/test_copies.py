@@ -11,16 +11,16 @@ from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components, copy_pieces
-from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.copies import copy_operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.tier import copies
 from kvbridge.tier.copies import CopyMeans, Direction, _Pair, copy_backend, joined
 from tests.helpers.fake_cuda import FakeEvent
+from tests.helpers.manifests import new_region
 from tests.helpers.twin_pools import TwinPools, pages
 
 TINY, GQA, V32 = preset("tiny-v4"), preset("tiny-gqa"), preset("deepseek-v3.2")
@@ -66,21 +66,9 @@ def test_page_ids_are_checked_before_anything_is_copied():
 
 
 def test_pairs_that_follow_each_other_are_joined():
-    def region(address: int) -> Region:
-        return Region(
-            component=ComponentKind.MHA_KV,
-            layer=0,
-            space=FULL,
-            memory=MemoryKind.DRAM,
-            extent_addresses=(address,),
-            pages_per_extent=4,
-            page_count=4,
-            page_bytes=1000,
-            page_stride_bytes=1000,
-        )
-
     def pair(source: int, target: int, length: int, group: int = 0, table: int = 0) -> _Pair:
-        return _Pair(group, table, region(source), region(target), length)
+        both = (new_region(ComponentKind.MHA_KV, 0, (at,), pages=4, page_bytes=1000) for at in (source, target))
+        return _Pair(group, table, *both, length)
 
     both = [pair(1, 5000, 300), pair(301, 5300, 200)]
     assert joined(both[::-1]) == [pair(1, 5000, 500)]

@@ -9,12 +9,12 @@ import pytest
 
 from kvbridge.config.tier import FileStoreSettings, StoreLimits
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.messages import FileOrigin, SharedRegion
 from kvbridge.processes import ChildEnd, EndCause
 from kvbridge.tier.stores.client import FIRST_OPEN_S, LONGEST_OPEN_S, Breaker, BreakerState, FailedKeys, StoreClient
 from kvbridge.tier.stores.objects import Capabilities, Outcome, StoreOrder, StoreReport, Verb
+from tests.helpers.manifests import new_region
 from tests.helpers.stored_pages import ids, new_keys
 
 HIT, STORED, ABSENT, BAD = Outcome.HIT, Outcome.STORED, Outcome.ABSENT, Outcome.WRONG_DIGEST
@@ -26,17 +26,7 @@ class Case:
     """A client whose process takes orders and does nothing."""
 
     def __init__(self, **limits: float) -> None:
-        region = Region(
-            component=ComponentKind.C4_KV,
-            layer=1,
-            space=IndexSpace.HOST,
-            memory=MemoryKind.DRAM,
-            extent_addresses=(0,),
-            pages_per_extent=8,
-            page_count=8,
-            page_bytes=10,
-            page_stride_bytes=10,
-        )
+        region = new_region(ComponentKind.C4_KV, 1, (0,), pages=8, page_bytes=10, space=IndexSpace.HOST)
         shared = SharedRegion(region=region, origins=(FileOrigin(path="/dev/shm/none"),))
         settings = FileStoreSettings(directory=Path("/none"), max_bytes=1)
         self.client = StoreClient(settings, [[shared]], StoreLimits(failures=1, settle_s=TIMEOUT_S, **limits))

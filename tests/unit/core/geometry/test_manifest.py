@@ -16,8 +16,8 @@ from kvbridge.core.geometry.manifest import (
     first_difference,
 )
 from kvbridge.core.geometry.models import PRESETS, preset
-from kvbridge.core.ids import IndexSpace as Space, MemoryKind, Rank
-from tests.helpers.manifests import Instance
+from kvbridge.core.ids import IndexSpace as Space, Rank
+from tests.helpers.manifests import Instance, new_region
 
 TINY = preset("tiny-v4")
 RANK = Rank(pp=0, tp=0)
@@ -75,20 +75,11 @@ def test_one_wrong_fact_is_named(kind, changes, words):
         check_manifest(broken, TINY)
 
 
-def plain(component, layer, *, base, stride, page_bytes, page_count, pages_per_extent=None):
-    per_extent = pages_per_extent or page_count
-    extents = -(-page_count // per_extent)
-    gap = per_extent * stride
-    return Region(
-        component=component,
-        layer=layer,
-        space=Space.FULL,
-        memory=MemoryKind.DRAM,
-        extent_addresses=tuple(base + extent * gap for extent in range(extents)),
-        pages_per_extent=per_extent,
-        page_count=page_count,
-        page_bytes=page_bytes,
-        page_stride_bytes=stride,
+def plain(layer, *, base, stride, page_bytes, page_count, per_extent=0):
+    each = per_extent or page_count
+    starts = [base + extent * each * stride for extent in range(-(-page_count // each))]
+    return new_region(
+        Kind.C4_KV, layer, starts, pages=page_count, page_bytes=page_bytes, per_extent=each, stride=stride
     )
 
 
@@ -99,9 +90,7 @@ def test_what_it_takes_does_not_depend_on_the_pages(pairs):
     for pair in range(pairs):
         for layer, (offset, stride) in enumerate([(0, 16), (8, 32)]):
             start = pair * apart + offset
-            regions.append(
-                plain(Kind.C4_KV, 2 * pair + layer, base=start, stride=stride, page_bytes=8, page_count=2**40)
-            )
+            regions.append(plain(2 * pair + layer, base=start, stride=stride, page_bytes=8, page_count=2**40))
     words = r"c4_kv layer 0 and c4_kv layer 1 reach into each other around 0x8 with strides of 16 and 32 bytes"
     with pytest.raises(InvalidInputError, match=words):
         check_disjoint(regions, rank=RANK)
@@ -113,8 +102,7 @@ def test_many_extents_are_compared_quickly():
     """As many as a frame holds; a comparison of each with each would be 10**10."""
     count = 100_000
     regions = [
-        plain(Kind.C4_KV, layer, base=layer * 8, stride=16, page_bytes=8, page_count=count, pages_per_extent=1)
-        for layer in range(2)
+        plain(layer, base=layer * 8, stride=16, page_bytes=8, page_count=count, per_extent=1) for layer in range(2)
     ]
     check_disjoint(regions, rank=RANK)
     wide = [regions[0].model_copy(update={"page_bytes": 9}), regions[1]]
@@ -127,13 +115,12 @@ def small_region(draw, layer):
     page_bytes = draw(st.integers(1, 6))
     count = draw(st.integers(1, 6))
     return plain(
-        Kind.C4_KV,
         layer,
         base=draw(st.integers(0, 80)),
         stride=draw(st.one_of(st.just(12), st.integers(page_bytes, 14))),
         page_bytes=page_bytes,
         page_count=count,
-        pages_per_extent=draw(st.integers(1, count)),
+        per_extent=draw(st.integers(1, count)),
     )
 
 

@@ -10,6 +10,7 @@ from kvbridge.core.geometry.models import PRESETS, preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.session.prefill import RankProgress
+from tests.helpers.geometries import new_component
 
 V4, GQA = preset("tiny-v4"), preset("tiny-gqa")
 PAGE = V4.tokens_per_page
@@ -19,19 +20,9 @@ AROUND = (0, 1, 2, 3, 4, 127, 128, 129, PAGE - 1)
 
 def with_state(liveness: Liveness, *, block: int = 1, overlap: int = 0) -> ModelGeometry:
     """A model that keeps a state of this kind in its request slot."""
-    rows = {Liveness.TAIL: block * (overlap + 1), Liveness.WHOLE: 1}[liveness]
-    state = Component(
-        kind=ComponentKind.C128_STATE,
-        layers=(0,),
-        space=IndexSpace.REQUEST,
-        encoding=Encoding.FP32,
-        liveness=liveness,
-        row_parts_bytes=(64,),
-        slots_per_page=rows,
-        rows_per_logical_page=rows * 2**32,
-        block=block,
-        overlap=overlap,
-    )
+    slots = {Liveness.TAIL: block * (overlap + 1), Liveness.WHOLE: 1}[liveness]
+    form = {"slots": slots, "rows": slots * 2**32, "block": block, "overlap": overlap, "encoding": Encoding.FP32}
+    state = new_component(ComponentKind.C128_STATE, (0,), IndexSpace.REQUEST, liveness, (64,), **form)
     return GQA.model_copy(update={"components": (*GQA.components, state)})
 
 
@@ -163,22 +154,7 @@ def test_state_of_which_nothing_is_live_at_a_page_end_has_no_twin():
 
 def sliding(**fields: object) -> tuple[ModelGeometry, Component]:
     """A geometry with one layer that keeps everything and one that does not, four heads of 24 bytes a row."""
-    both = {
-        "encoding": Encoding.NATIVE,
-        "row_parts_bytes": (24,),
-        "slots_per_page": 256,
-        "rows_per_logical_page": 256,
-        "lanes": 4,
-    }
-    full = Component(kind=ComponentKind.MHA_KV, layers=(0,), space=IndexSpace.FULL, liveness=Liveness.GROWING, **both)
-    swa = Component(
-        **{
-            "kind": ComponentKind.SWA_KV,
-            "layers": (1,),
-            "space": IndexSpace.SWA,
-            "liveness": Liveness.WINDOW,
-            **both,
-            **fields,
-        }
-    )
+    liveness, form = fields.pop("liveness", Liveness.WINDOW), {"slots": 256, "lanes": 4}
+    full = new_component(ComponentKind.MHA_KV, (0,), IndexSpace.FULL, Liveness.GROWING, (24,), **form)
+    swa = new_component(ComponentKind.SWA_KV, (1,), IndexSpace.SWA, liveness, (24,), **(form | fields))
     return ModelGeometry(name="sliding", layer_count=2, components=(full, swa)), swa

@@ -11,9 +11,9 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.config.transports import TCP_OPERATION_COST_BYTES, MooncakeSettings
 from kvbridge.core.errors import PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind, ComponentKind as Kind
-from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
+from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.pages import first_window_page, pages_needed
-from kvbridge.core.ids import IndexSpace, IndexSpace as Space, MemoryKind, PageTable, Rank
+from kvbridge.core.ids import IndexSpace as Space, PageTable, Rank
 from kvbridge.core.plan.operations import Operations, Section
 from kvbridge.core.plan.pages import NO_BORDERS, PageArray, page_copies
 from kvbridge.core.plan.pairing import Pairing
@@ -22,7 +22,7 @@ from kvbridge.kernels.copies import StretchCopier
 from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.gpu import Form, random_bytes
-from tests.helpers.manifests import Instance, Layout
+from tests.helpers.manifests import Instance, Layout, new_region
 
 NO_LIMIT = 1 << 40
 PAGES = {Space.FULL: 64, Space.SWA: 8, Space.REQUEST: 4, Space.HOST: 128}
@@ -300,21 +300,12 @@ FORMS = st.builds(
 
 
 def pages_at(form: Form, base: int) -> PageArray:
-    regions = [
-        Region(
-            component=ComponentKind.MHA_KV,
-            layer=layer,
-            space=IndexSpace.FULL,
-            memory=MemoryKind.DRAM,
-            extent_addresses=tuple(base + form.offset(layer, first) for first in range(0, form.pages, form.each)),
-            pages_per_extent=min(form.each, form.pages),
-            page_count=form.pages,
-            page_bytes=form.page_bytes,
-            page_stride_bytes=form.page_bytes * (form.layers if form.page_first else 1),
-        )
-        for layer in range(form.layers)
+    sizes = {"pages": form.pages, "per_extent": min(form.each, form.pages), "page_bytes": form.page_bytes}
+    sizes |= {"stride": form.page_bytes * (form.layers if form.page_first else 1)}
+    starts = [
+        [base + form.offset(layer, first) for first in range(0, form.pages, form.each)] for layer in range(form.layers)
     ]
-    return PageArray.of(regions)
+    return PageArray.of([new_region(ComponentKind.MHA_KV, layer, each, **sizes) for layer, each in enumerate(starts)])
 
 
 @st.composite
