@@ -11,10 +11,6 @@ from tests.engines.servers import IDLE_S, Plan, Server, Setup
 
 CHUNK_TOKENS = 512
 """A longer prompt is computed in chunks."""
-RIGHT_GAP_NATS = 1e-3
-"""Log-likelihoods from a transferred cache differ by far less; those from any other cache by far more."""
-TIE_NATS = 5e-5
-"""Float32 and another batch move likelihoods by 1e-5 nats."""
 OVER = frozenset({"completed", "aborted", "failed"})
 """States of rooms that a node only remembers."""
 DECODES = ("mooncake", "nixl")
@@ -29,6 +25,10 @@ class Fleet:
     """The engine's `Server`."""
     of: Callable[[Any, Any], Any]
     """The engine's `Pair`."""
+    RIGHT_GAP_NATS = 1e-3
+    """Log-likelihoods from a transferred cache differ by far less; those from any other cache by far more."""
+    TIE_NATS = 5e-5
+    """Float32 and another batch move likelihoods by 1e-5 nats."""
 
     def __init__(self, setup: Setup, plans: Sequence[Plan]) -> None:
         self._setup = setup
@@ -84,12 +84,14 @@ class Fleet:
         gap = max((abs(ours - theirs) for ours, theirs in likelihoods), default=0.0)
         if same is None:
             self.largest_gap = max(self.largest_gap, gap)
-            return f"tokens are equal, and their likelihoods differ by {gap:g} nats" if gap > RIGHT_GAP_NATS else ""
+            return (
+                f"tokens are equal, and their likelihoods differ by {gap:g} nats" if gap > self.RIGHT_GAP_NATS else ""
+            )
         differs = (
             f"token {same} is {got.tokens[same]} instead of {expected.tokens[same]}; the best two of the server alone are "
             f"{expected.seconds_best[same]:.6f} nats apart there, and the likelihoods before differ by {gap:.6f}"
         )
-        if expected.seconds_best[same] < TIE_NATS and gap < RIGHT_GAP_NATS:
+        if expected.seconds_best[same] < self.TIE_NATS and gap < self.RIGHT_GAP_NATS:
             self.ties.append(differs)
             return ""
         return differs

@@ -23,12 +23,30 @@ PAGE_TOKENS = 16
 POOL_TOKENS = 8192
 """Four prompts of 1,500 tokens and their answers."""
 ROOM_BITS = 63
-_PROCESSOR = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"),
-    *("--disable-overlap-schedule", "--dtype", "float32", "--sleep-on-idle", "--skip-server-warmup"),
+
+
+@dataclass(frozen=True)
+class Device:
+    """What servers compute on."""
+
+    flags: tuple[str, ...]
+    decode_flags: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    path: tuple[Path, ...] = ()
+    """Folders that come first where Python looks for modules."""
+
+
+PROCESSOR = Device(
+    (
+        *("--device", "cpu", "--attention-backend", "torch_native", "--cuda-graph-backend-decode=disabled"),
+        *("--disable-overlap-schedule", "--dtype", "float32", "--sleep-on-idle"),
+    ),
+    # The default backs a retracted request up into memory that only CUDA can pin.
+    ("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+    {"SGLANG_USE_CPU_ENGINE": "1"},
+    (HERE / "eased",),
 )
-"""SGLang on a processor without AMX; idle schedulers sleep instead of turning."""
+"""A processor without AMX; idle schedulers sleep instead of turning."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +60,16 @@ class Plan(servers.Plan):
     """Settings of kvbridge's node."""
     page_tokens: int = PAGE_TOKENS
     variables: Mapping[str, str] = field(default_factory=dict)
+    device: Device = PROCESSOR
 
 
-def environment() -> dict[str, str]:
+def environment(device: Device = PROCESSOR) -> dict[str, str]:
     """Return the variables of every process of SGLang's environment."""
+    own = os.environ.get("PYTHONPATH", "")
     found = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(HERE / "eased"), str(ROOT))),
-        "SGLANG_USE_CPU_ENGINE": "1",
+        **device.variables,
+        "PYTHONPATH": os.pathsep.join((*map(str, device.path), str(ROOT), *filter(None, (own,)))),
         "SGLANG_HOST_IP": "127.0.0.1",
         "HOST_IP": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
@@ -74,19 +94,18 @@ class Server(servers.Server):
             *(str(setup.python), "-m", "sglang.launch_server", "--model-path", str(setup.model(plan.shape))),
             *("--host", "127.0.0.1", "--port", str(self.port), "--page-size", str(plan.page_tokens)),
             *("--chunked-prefill-size", str(CHUNK_TOKENS), "--max-total-tokens", str(POOL_TOKENS)),
-            *("--max-running-requests", "16", "--context-length", "4096", *_PROCESSOR, *self._split(), *plan.arguments),
+            *("--max-running-requests", "16", "--context-length", "4096", "--sampling-backend", "pytorch"),
+            *("--grammar-backend", "none", "--cuda-graph-backend-prefill=disabled", "--skip-server-warmup"),
+            *(*plan.device.flags, *self._split(), *plan.arguments),
         ]
-        return command, environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings), **plan.variables}
+        return command, environment(plan.device) | {"KVBRIDGE_SGLANG_CONFIG": str(settings), **plan.variables}
 
     def _split(self) -> list[str]:
         if not self.plan.mode:
             return []
         found = ["--disaggregation-mode", self.plan.mode, "--disaggregation-transfer-backend", self.plan.backend]
         found += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-        # The default backs a retracted request up into memory that only CUDA can pin.
-        return found + (
-            ["--disaggregation-decode-retraction-backup", "cpu_tensor"] if self.plan.mode == "decode" else []
-        )
+        return found + (list(self.plan.device.decode_flags) if self.plan.mode == "decode" else [])
 
     def ranks(self) -> list[psutil.Process]:
         """Return the scheduler's process of each rank."""

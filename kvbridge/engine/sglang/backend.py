@@ -440,6 +440,7 @@ def _metric(event: RoomEvent | None) -> KVTransferMetric:
 
 
 CLASSES = {
+    "kvargs": KVArgs,
     "manager": KvbridgeManager,
     "sender": KvbridgeSender,
     "receiver": KvbridgeReceiver,

@@ -33,7 +33,7 @@ def register() -> None:
     add_disagg_transfer_backend_choices([BACKEND])
 
     def class_of(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-        if transfer_backend is not ours or class_type is utils.KVClassType.KVARGS:
+        if transfer_backend is not ours:
             return original(transfer_backend, class_type)
         from kvbridge.engine.sglang import backend  # noqa: PLC0415 - other backends do without it
 
