@@ -61,8 +61,8 @@ def servers(alone: Fleet, request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 
 def assert_right(servers: Fleet) -> None:
-    """Ask for all prompts at once, and for those with a common beginning twice."""
-    for asked in (PROMPTS, SHARED, SHARED):
+    """Ask for short prompts at once, then for those of several chunks, and twice for those with a common beginning."""
+    for asked in (PROMPTS[:5], PROMPTS[5:], SHARED, SHARED):
         servers.assert_right(asked, servers.pair("decode").ask_together(asked))
 
 
