@@ -226,15 +226,8 @@ def _group_node(instance: Instance, node: Node) -> GroupNode | None:
         control = node.endpoint().control
     except BridgeError:  # it is being started again
         return None
-    if control is None:
-        return None
-    return GroupNode(
-        dp_rank=instance.dp_rank,
-        dp_size=instance.dp_size,
-        follows_room=instance.follows_room,
-        address=control,
-        http_port=instance.http_port,
-    )
+    group = {"dp_rank": instance.dp_rank, "dp_size": instance.dp_size, "follows_room": instance.follows_room}
+    return None if control is None else GroupNode(address=control, http_port=instance.http_port, **group)
 
 
 def _ends_its_room(method: Callable[..., None]) -> Callable[..., None]:
@@ -265,7 +258,11 @@ class _OneRoom:
         self._room.stop(reason)
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        return _metric(self._room.event)
+        event = self._room.event
+        if event is None:
+            return KVTransferMetric()
+        total_bytes = sum(amount.bytes for amount in event.amounts.values())
+        return KVTransferMetric(transfer_latency_s=event.phases_s.get("transfer"), transfer_total_bytes=total_bytes)
 
     def failure_exception(self) -> None:
         """Raise the reason. SGLang calls this on every rank when one of them says that the room has failed."""
@@ -414,11 +411,8 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         self.give_up("decode's request was aborted")
 
 
-class KvbridgeDirectory(BaseKVBootstrapServer):
+class KvbridgeDirectory(NodeDirectory, BaseKVBootstrapServer):
     """The directory of a prefill server, in its launcher."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._directory = NodeDirectory(host, port)
 
 
 def _state_tables(manager: KvbridgeManager, indices: list[Any] | None, tokens: int) -> dict[IndexSpace, PageTable]:
@@ -430,13 +424,6 @@ def _state_tables(manager: KvbridgeManager, indices: list[Any] | None, tokens: i
         for kind, ids in zip(manager.kv_args.state_types, indices or (), strict=False)
         if (space := SPACES.get(kind.value)) and ids is not None
     }
-
-
-def _metric(event: RoomEvent | None) -> KVTransferMetric:
-    if event is None:
-        return KVTransferMetric()
-    total_bytes = sum(amount.bytes for amount in event.amounts.values())
-    return KVTransferMetric(transfer_latency_s=event.phases_s.get("transfer"), transfer_total_bytes=total_bytes)
 
 
 CLASSES = {

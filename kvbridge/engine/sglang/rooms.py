@@ -116,6 +116,16 @@ class Room:
         """Whether a transport of any rank may still write to its pages of SGLang, as far as this rank can know."""
         return False
 
+    def _begin(self, kind: Any, **fields: Any) -> None:
+        fields |= {
+            "generation": self.generation,
+            "prompt_tokens": self.prompt.tokens,
+            "prompt_digest": self.prompt.digest,
+        }
+        self.state = Poll.WAITING
+        if self.rooms.begin(self):
+            self.rooms.order(self, lambda: self.rooms.say(self, kind, **fields))
+
     def fail(self, reason: str) -> None:
         if not self.is_over:
             self.state, self.reason = Poll.FAILED, reason
@@ -264,19 +274,7 @@ class SentRoom(Room):
 
     def hold(self) -> None:
         """Have decode find the room from now on."""
-        self.state = Poll.WAITING
-        if self.rooms.begin(self):
-            self.rooms.order(self, self._hold)
-
-    def _hold(self) -> bool:
-        return self.rooms.say(
-            self,
-            Hold,
-            generation=self.generation,
-            prompt_tokens=self.prompt.tokens,
-            prompt_digest=self.prompt.digest,
-            tables={},
-        )
+        self._begin(Hold, tables={})
 
     def publish(
         self,
@@ -349,19 +347,7 @@ class FetchedRoom(Room):
 
     def fetch(self, prefill: Sequence[PeerAddress]) -> None:
         """Tell prefill that this server comes for the room: prefill waits without a limit."""
-        self.state = Poll.WAITING
-        if self.rooms.begin(self):
-            self.rooms.order(self, lambda: self._fetch(prefill))
-
-    def _fetch(self, prefill: Sequence[PeerAddress]) -> bool:
-        return self.rooms.say(
-            self,
-            Fetch,
-            generation=self.generation,
-            prompt_tokens=self.prompt.tokens,
-            prompt_digest=self.prompt.digest,
-            prefill=tuple(prefill),
-        )
+        self._begin(Fetch, prefill=tuple(prefill))
 
     def provide(self, tables: Tables, prefix_tokens: int) -> None:
         """Name the pages that are to be filled."""
