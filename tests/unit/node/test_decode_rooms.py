@@ -184,6 +184,15 @@ def test_an_engine_that_is_late_still_finds_the_room():
     assert bench.free == 16
 
 
+def test_a_process_that_never_claims_keeps_no_page_of_ranks_that_others_have_read():
+    """An observer or a half-started engine: ranks are waited for, and not processes."""
+    bench = committed("a", "observer")
+    bench.engines.ranks["observer"] = bench.engines.ranks_of("a")
+    bench.verbs.claim("a")
+    bench.verbs.release("a")
+    assert bench.free == 16
+
+
 @pytest.mark.parametrize("followed", [True, False])
 def test_pages_of_a_reader_whose_process_is_not_seen_to_end_are_quarantined(followed):
     bench = claimed()

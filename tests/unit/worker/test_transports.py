@@ -230,14 +230,15 @@ def test_a_worker_that_ends_while_a_successor_is_built_closes_that_too(elsewhere
 
 @pytest.mark.parametrize("error", [None, TransportError("the GPU has fallen off the bus")])
 def test_a_gpu_that_hangs_keeps_no_transport_open_and_no_worker_from_ending(monkeypatch, clock_runs, error):
-    """Peers' writers are shut out; the GPU's own writes end with the process, which the worker asks for."""
+    """Peers' writers are shut out first; the GPU's own writes end with the process, which the worker asks for."""
+    bench, closed = Bench(), []
 
     def idle() -> bool:
+        assert bench.transport().closed
         if error is not None:
             raise error
         return False
 
-    bench, closed = Bench(), []
     clock_runs(bench)
     monkeypatch.setattr(bench.worker._copies, "idle", idle)
     monkeypatch.setattr(bench.worker._copies, "close", lambda: closed.append(True))
