@@ -135,3 +135,10 @@ def test_a_prompt_that_prefill_does_not_compute_says_why(directory: str, server:
     port = {None: 0, 0: 9, 1: int(directory.rpartition(":")[2])}[server]
     known = None if server is None else PrefillServer(dp_size=1, follow_bootstrap_room=True, nodes={}, http_port=port)
     assert why in generate(directory, known, {"input_ids": [1]}).lower()
+
+
+@pytest.mark.parametrize(("address", "payload"), [("a b:1", {}), ("127.0.0.1:1", {"text": object()})])
+def test_whatever_keeps_prefill_from_being_asked_is_said(address: str, payload: dict[str, object]) -> None:
+    """A room of decode waits for the answer."""
+    known = PrefillServer(dp_size=1, follow_bootstrap_room=True, nodes={}, http_port=9)
+    assert "Error" in generate(address, known, payload) or "InvalidURL" in generate(address, known, payload)

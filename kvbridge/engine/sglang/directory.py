@@ -248,11 +248,11 @@ def generate(address: str, server: PrefillServer | None, payload: Mapping[str, A
     if server is None:
         return f"the prefill server at {address} is not known any more"
     url = f"http://{address.rpartition(':')[0]}:{server.http_port}/generate"
-    request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
     try:
+        request = urllib.request.Request(url, json.dumps(payload).encode(), {"Content-Type": "application/json"})
         _open(request, timeout=GENERATE_S).close()
     except urllib.error.HTTPError as error:
         return f"{url} answered {error.code}: {error.read(BODY_BYTES).decode(errors='replace')}"
-    except OSError as error:
-        return f"{url}: {error}"
+    except Exception as error:  # noqa: BLE001 - a room waits for the answer
+        return f"{url}: {type(error).__name__}: {error}"
     return ""
