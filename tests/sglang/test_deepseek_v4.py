@@ -35,12 +35,17 @@ def run(setup: Setup, role: str, asked: dict[str, Any]) -> str:
     return (done.stdout.splitlines() or [""])[-1]
 
 
-@pytest.mark.parametrize("hisparse", [False, True], ids=["all on the device", "C4 on the host"])
-def test_every_live_byte_of_a_prompt_crosses_and_no_other_byte_changes(setup: Setup, hisparse: bool) -> None:
-    asked = {"bootstrap_port": free_port(), "rooms": ROOMS, "seed": 7, "hisparse": hisparse}
+@pytest.mark.parametrize("form", ["published", "hisparse", "nextn"])
+def test_every_live_byte_of_a_prompt_crosses_and_no_other_byte_changes(setup: Setup, form: str) -> None:
+    """The form `nextn` has one layer more, longer rings and fp4 keys of the indexer."""
+    asked = {"bootstrap_port": free_port(), "rooms": ROOMS, "seed": 7, "form": form}
     said = together([partial(run, setup, role, asked) for role in ("prefill", "decode")])
     compared = json.loads(said[1])
-    rows = {"c4_kv": 4, "c4_indexer": 4, "c128_kv": 128}
-    for kind, layers, row_bytes in (("c4_kv", 3, 584), ("c4_indexer", 3, 132), ("c128_kv", 2, 584)):
-        assert compared[kind] == sum(tokens // rows[kind] for _, tokens in ROOMS) * layers * row_bytes
+    key_bytes = 68 if form == "nextn" else 132
+    for kind, layers, rate, row_bytes in (
+        ("c4_kv", 3, 4, 584),
+        ("c4_indexer", 3, 4, key_bytes),
+        ("c128_kv", 2, 128, 584),
+    ):
+        assert compared[kind] == sum(tokens // rate for _, tokens in ROOMS) * layers * row_bytes
     assert all(compared.values())

@@ -1,7 +1,7 @@
 """SGLang's own DeepSeek-V4 pools, made on a processor with Flash's numbers. Runs in SGLang's environment.
 
-`LIVE` says which rows of a page a prompt has, in the words of SGLang's kernels and not of kvbridge: rows of a page stand one behind
-the other, all parts of one kind before all parts of the next.
+`forms` says which rows of a page a prompt has, in the words of SGLang's kernels and not of kvbridge: rows of a page stand one
+behind the other, all parts of one kind before all parts of the next.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.mem_cache import deepseek_v4_memory_pool as memory_pool
-from sglang.srt.mem_cache.memory_pool_host import DeepSeekV4PagedHostPool
+from sglang.srt.mem_cache import deepseek_v4_memory_pool as memory_pool, memory_pool_host
 
 RATIOS = [0, 4, 128, 4, 128, 4]
 CONFIG = {
@@ -40,18 +39,25 @@ class Off:
         return False
 
 
-def made(*, hisparse: bool = False, layers: range = range(len(RATIOS))) -> Any:
-    """Return a pool of the production form, without the server that would have published its settings."""
-    kernel = SimpleNamespace(dsv4_attn_backend="flashmla", enable_deepseek_v4_fp4_indexer=False)
+def made(
+    *, hisparse: bool = False, nextn: bool = False, ratios: list[int] = RATIOS, layers: range | None = None
+) -> Any:
+    """Return a pool of the production form, without the server that would have published its settings.
+
+    `nextn`: with the rings of speculation, and with fp4 keys of the indexer. `layers`: those of a pipeline stage.
+    """
+    kernel = SimpleNamespace(dsv4_attn_backend="flashmla", enable_deepseek_v4_fp4_indexer=nextn)
     memory_pool.get_exec = lambda: SimpleNamespace(kernel=kernel, features=Off(), moe=Off())
-    memory_pool.get_spec = lambda: SimpleNamespace(speculative_algorithm=None, speculative_num_draft_tokens=0)
+    spec = SimpleNamespace(speculative_algorithm="EAGLE" if nextn else None, speculative_num_draft_tokens=2 * nextn)
+    memory_pool.get_spec = lambda: spec
+    layers, ring = layers or range(len(ratios)), 2 if nextn else 1
     return memory_pool.DeepSeekV4TokenToKVPool(
         max_num_reqs=SLOTS - 1,
         swa_size=PAGE_TOKENS * WINDOW_PAGES,
         c4_size=PAGE_TOKENS // 4 * (4 if hisparse else PAGES),
         c128_size=PAGE_TOKENS // 128 * PAGES,
-        c4_state_pool_size=8 * WINDOW_PAGES,
-        c128_state_pool_size=128 * SLOTS,
+        c4_state_pool_size=8 * ring * WINDOW_PAGES,
+        c128_state_pool_size=128 * ring * SLOTS,
         page_size=PAGE_TOKENS,
         swa_page_size=PAGE_TOKENS,
         dtype=torch.uint8,
@@ -64,7 +70,7 @@ def made(*, hisparse: bool = False, layers: range = range(len(RATIOS))) -> Any:
         device="cpu",
         enable_memory_saver=False,
         enable_hisparse=hisparse,
-        compression_ratios=RATIOS,
+        compression_ratios=ratios,
         sliding_window=WINDOW,
         start_layer=layers.start,
         end_layer=layers.stop,
@@ -74,7 +80,8 @@ def made(*, hisparse: bool = False, layers: range = range(len(RATIOS))) -> Any:
 def host_pool(pool: Any) -> Any:
     """Return the pool of HiSparse's coordinator for this pool, in memory that CUDA has not pinned."""
     device = pool.c4_kv_pool
-    return DeepSeekV4PagedHostPool(
+    memory_pool_host.host_memory_budget_bytes = lambda: PAGES * 1_000_000  # SGLang keeps 10 GB of a host free
+    return memory_pool_host.DeepSeekV4PagedHostPool(
         pool_name="dsv4_hisparse_c4",
         device_buffers=device.kv_buffer,
         item_bytes=device.bytes_per_page_padded,
@@ -85,23 +92,25 @@ def host_pool(pool: Any) -> Any:
     )
 
 
-def memory(pool: Any, host: Any = None) -> dict[tuple[str, int], Bytes]:
+def memory(pool: Any, host: Any = None, draft: Any = None) -> dict[tuple[str, int], Bytes]:
     """Return all buffers that take part in a transfer as [pages, bytes], by the pool's own attributes and global layer."""
     stage = range(pool._stage_start, pool._stage_end)
     c4, c128 = ([layer for layer in stage if RATIOS[layer] == ratio] for ratio in (4, 128))
     states = {layer: pool.compress_state_pools[layer].kv_score_buffer.kv_score for layer in (*c4, *c128)}
     index_states = {layer: pool.indexer_compress_state_pools[layer].kv_score_buffer.kv_score for layer in c4}
+    windows = [*pool.swa_kv_pool.kv_buffer, *(draft.swa_kv_pool.kv_buffer if draft is not None else ())]
     found = {
         "c4_kv": zip(c4, pool.c4_kv_pool.kv_buffer if host is None else host.kv_buffer, strict=True),
         "c4_indexer": zip(c4, pool.c4_indexer_kv_pool.index_k_with_scale_buffer, strict=True),
         "c128_kv": zip(c128, pool.c128_kv_pool.kv_buffer, strict=True),
-        "swa_kv": zip(stage, pool.swa_kv_pool.kv_buffer, strict=True),
+        "swa_kv": enumerate(windows, stage.start),
         "c4_state": ((layer, states[layer]) for layer in c4),
         "c4_indexer_state": index_states.items(),
         "c128_state": ((layer, states[layer]) for layer in c128),
     }
+    form_of = forms(nextn=draft is not None)
     return {
-        (kind, layer): _pages(tensor, LIVE[kind].page_bytes)
+        (kind, layer): _pages(tensor, form_of[kind].page_bytes)
         for kind, layers in found.items()
         for layer, tensor in layers
     }
@@ -147,12 +156,19 @@ def _overlapping(tokens: int) -> range:
     return range(max(0, tokens // 4 * 4 - 4), tokens)
 
 
-LIVE = {
-    "c4_kv": Form("full", 37_440, 64, (576, 8), lambda tokens: _rows(range(tokens // 4), 64)),
-    "c4_indexer": Form("full", 8_448, 64, (128, 4), lambda tokens: _rows(range(tokens // 4), 64)),
-    "c128_kv": Form("full", 1_728, 2, (576, 8), lambda tokens: _rows(range(tokens // 128), 2)),
-    "swa_kv": Form("swa", 149_760, 256, (576, 8), lambda tokens: _rows(range(max(0, tokens - WINDOW), tokens), 256)),
-    "c4_state": Form("swa", 65_536, 8, (8_192,), lambda tokens: _rows(_overlapping(tokens), 256, 8)),
-    "c4_indexer_state": Form("swa", 16_384, 8, (2_048,), lambda tokens: _rows(_overlapping(tokens), 256, 8)),
-    "c128_state": Form("request", 524_288, 128, (4_096,), lambda tokens: {0: np.arange(tokens % 128)}),
-}
+def forms(*, nextn: bool) -> dict[str, Form]:
+    """Return the pages of each kind."""
+    ring, key = (16, (64, 4)) if nextn else (8, (128, 4))
+    return {
+        "c4_kv": Form("full", 37_440, 64, (576, 8), lambda tokens: _rows(range(tokens // 4), 64)),
+        "c4_indexer": Form("full", 64 * sum(key), 64, key, lambda tokens: _rows(range(tokens // 4), 64)),
+        "c128_kv": Form("full", 1_728, 2, (576, 8), lambda tokens: _rows(range(tokens // 128), 2)),
+        "swa_kv": Form(
+            "swa", 149_760, 256, (576, 8), lambda tokens: _rows(range(max(0, tokens - WINDOW), tokens), 256)
+        ),
+        "c4_state": Form("swa", ring * 8_192, ring, (8_192,), lambda tokens: _rows(_overlapping(tokens), 256, ring)),
+        "c4_indexer_state": Form(
+            "swa", ring * 2_048, ring, (2_048,), lambda tokens: _rows(_overlapping(tokens), 256, ring)
+        ),
+        "c128_state": Form("request", 524_288, 128, (4_096,), lambda tokens: {0: np.arange(tokens % 128)}),
+    }

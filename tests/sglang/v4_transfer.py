@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.plugins import load_plugins
 
 from tests.sglang import v4_pools
-from tests.sglang.v4_pools import HOST_ROWS, LIVE, PAGE_TOKENS, PAGES, SLOTS, WINDOW_PAGES
+from tests.sglang.v4_pools import HOST_ROWS, PAGE_TOKENS, PAGES, SLOTS, WINDOW_PAGES
 
 LIMIT_S = 120.0
 CHUNK_TOKENS = 512
@@ -33,16 +34,17 @@ Places = dict[str, dict[int, int]]
 """Of a request: by space the id of each page that it has, by the page's number in the prompt."""
 
 
-def draw(random: np.random.Generator, rooms: Sequence[tuple[int, int]]) -> list[Places]:
+def draw(random: np.random.Generator, rooms: Sequence[tuple[int, int]], *, nextn: bool) -> list[Places]:
     """Give each room of a batch pages and a slot of its own, in no order. Both sides can draw what either draws."""
+    rings = 2 if nextn else 1  # pages of a slot
     pages, windows = (iter(random.permutation(np.arange(1, size)).tolist()) for size in (PAGES, WINDOW_PAGES))
     found: list[Places] = []
     for slot, (_, tokens) in zip(random.permutation(SLOTS).tolist(), rooms, strict=False):
         last, first_window = -(-tokens // PAGE_TOKENS), max(0, tokens - v4_pools.WINDOW) // PAGE_TOKENS
         full = {page: next(pages) for page in range(last)}
-        found.append(
-            {"full": full, "swa": {page: next(windows) for page in range(first_window, last)}, "request": {0: slot}}
-        )
+        swa = {page: next(windows) for page in range(first_window, last)}
+        state = slot * rings + (tokens - 1) % (128 * rings) // 128
+        found.append({"full": full, "swa": swa, "request": {0: state}, "slot": {0: slot}})
     return found
 
 
@@ -50,10 +52,12 @@ class Side:
     """What both sides stand for: SGLang's settings, the place of each token, and metadata."""
 
     def __init__(self, role: str, asked: dict[str, Any]) -> None:
-        self.hisparse = asked["hisparse"] and role == "decode"
-        self.pool = v4_pools.made(hisparse=self.hisparse)
+        self.hisparse = asked["form"] == "hisparse" and role == "decode"
+        self.nextn = asked["form"] == "nextn"
+        self.forms = v4_pools.forms(nextn=self.nextn)
+        self.pool, self.draft = self.pools(hisparse=self.hisparse)
         self.host = v4_pools.host_pool(self.pool) if self.hisparse else None
-        self.memory = v4_pools.memory(self.pool, self.host)
+        self.memory = v4_pools.memory(self.pool, self.host, self.draft)
         self.random = np.random.default_rng([asked["seed"], ROLES.index(role)])
         self.metadata = utils.MetadataBuffers(SLOTS, 16, torch.float32, 0)
         self.req_to_token = torch.zeros((SLOTS, LONGEST), dtype=torch.int64)
@@ -112,22 +116,27 @@ class Side:
             "transfer_backend": utils.TransferBackend("kvbridge"),
             "scheduler": self.scheduler,
             "token_to_kv_pool": self.pool,
-            "draft_token_to_kv_pool": None,
+            "draft_token_to_kv_pool": self.draft,
             "metadata_buffers": self.metadata,
             "is_mla_backend": True,
             "enable_staging": False,
             **dict.fromkeys(("tp_rank", "pp_rank"), 0),
         }
 
+    def pools(self, *, hisparse: bool = False) -> tuple[Any, Any]:
+        """Return the pool of the model, and that of its NextN layer."""
+        draft = v4_pools.made(nextn=True, ratios=[0]) if self.nextn else None
+        return v4_pools.made(hisparse=hisparse, nextn=self.nextn), draft
+
     def requests(self, rooms: Sequence[tuple[int, int]]) -> list[Any]:
         """Return a batch of requests whose tokens have places."""
         return [
             self._request(room, tokens, places)
-            for (room, tokens), places in zip(rooms, draw(self.random, rooms), strict=True)
+            for (room, tokens), places in zip(rooms, draw(self.random, rooms, nextn=self.nextn), strict=True)
         ]
 
     def _request(self, room: int, tokens: int, places: Places) -> Any:
-        slot = places["request"][0]
+        slot = places["slot"][0]
         for page, at in places["full"].items():
             inside = torch.arange(PAGE_TOKENS)
             self.req_to_token[slot, page * PAGE_TOKENS + inside] = at * PAGE_TOKENS + inside
@@ -222,7 +231,7 @@ class Prefill(Side):
 
 def fill(pages: v4_pools.Bytes, number: int, kind: str, layer: int) -> None:
     """Write a pattern that both sides can make. Number -1 is that of prefill, others are those of decode's batches."""
-    pattern = np.random.default_rng([number + 1, list(LIVE).index(kind), layer])
+    pattern = np.random.default_rng([number + 1, crc32(kind.encode()), layer])
     pages[:] = pattern.integers(0, 256, pages.shape, dtype=np.uint8)
 
 
@@ -299,10 +308,11 @@ class Decode(Side):
         )
         decode.ensure_mamba_capacity = lambda *_: True
         self.queue = Queue(self)
-        self.source = {key: np.empty_like(pages) for key, pages in v4_pools.memory(v4_pools.made()).items()}
+        pool, draft = self.pools()
+        self.source = v4_pools.memory(pool, draft=draft)
         for (kind, layer), pages in self.source.items():
             fill(pages, -1, kind, layer)
-        self.compared = dict.fromkeys(LIVE, 0)
+        self.compared = dict.fromkeys(self.forms, 0)
 
     def host_slots(self, request: Any, rows: int) -> torch.Tensor:
         """Give a request places in the host pool, by the pool's own allocator."""
@@ -340,7 +350,7 @@ class Decode(Side):
             assert self.queue.transfer_backend is self.common["transfer_backend"]
             receivers = [each.kv_receiver for each in waiting]
             until("decode's rooms end", lambda: ended(receivers))  # noqa: B023
-            self._compare(requests, draw(theirs, batch), before)
+            self._compare(requests, draw(theirs, batch, nextn=self.nextn), before)
             for each in waiting:
                 each.kv_receiver.clear()
                 if self.host is not None:
@@ -355,7 +365,7 @@ class Decode(Side):
             assert int(self.metadata.output_ids[row][0]) == request.output_ids[0]
             assert int(self.metadata.bootstrap_room[row][0]) == request.bootstrap_room
         for (kind, layer), now in self.memory.items():
-            form, source = LIVE[kind], self.source[kind, layer]
+            form, source = self.forms[kind], self.source[kind, layer]
             changed = now != before[kind, layer]
             for request, places in zip(requests, sources, strict=True):
                 tokens, theirs = len(request.origin_input_ids), places[form.space]

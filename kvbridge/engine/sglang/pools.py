@@ -138,30 +138,43 @@ def _buffers(args: Any, pool: Any, *, hisparse: bool) -> Iterator[Buffer]:
 
 def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]], *, hisparse: bool) -> Iterator[Buffer]:
     stage, ratios = range(pool._stage_start, pool._stage_end), pool.compression_ratios
-    if pool._unified_kv or getattr(pool, "uniform_fp8", False) or {*ratios} - {0, C4_RATIO, C128_RATIO}:
-        refuse(
-            "DeepSeek-V4's pool has another layout than paged fp8 with the ratios 4 and 128, and only that one is served"
-        )
+    _require_paged_v4(pool)
     c4, c128 = ([layer for layer in stage if ratios[layer] == ratio] for ratio in (C4_RATIO, C128_RATIO))
-    states = {
-        state.value: list(zip(*of_state, strict=True))
-        for state, *of_state in zip(
-            args.state_types, args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
-        )
-    }
-    kinds = {
+    states = zip(args.state_types, args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
+    kinds: dict[str, tuple[tuple[ComponentKind, Sequence[int]], ...]] = {
         "": ((ComponentKind.C4_KV, c4), (ComponentKind.C4_INDEXER, c4), (ComponentKind.C128_KV, c128)),
         "swa": ((ComponentKind.SWA_KV, stage), (ComponentKind.C4_STATE, c4), (ComponentKind.C4_INDEXER_STATE, c4)),
         "c128_state": ((ComponentKind.C128_STATE, c128),),
     }
-    if unknown := sorted(states.keys() - kinds.keys()):
-        refuse(f"DeepSeek-V4's pool has the states {', '.join(unknown)}, which are not served yet")
-    for name, entries in {"": kv, **states}.items():
-        expected = [(kind, layer) for kind, layers in kinds[name] for layer in layers]
+    for name, entries in [("", kv), *((state.value, list(zip(*told, strict=True))) for state, *told in states)]:
+        if name == "swa" and name not in kinds:  # windows of NextN layers, in the pages of the model's own windows
+            kinds[name] = ((ComponentKind.SWA_KV, range(len(ratios), len(ratios) + len(entries))),)
+        if name not in kinds:
+            refuse(f"DeepSeek-V4's pool has the state {name}, which is not served yet")
+        expected = [(kind, layer) for kind, layers in kinds.pop(name) for layer in layers]
         if len(entries) != len(expected):
             refuse(f"DeepSeek-V4's pool registers {len(entries)} buffers of {name or 'KV'} for {len(expected)} layers")
         for (kind, layer), entry in zip(expected, entries, strict=True):
             yield _buffer(kind, layer, entry, in_host=hisparse and kind is ComponentKind.C4_KV)
+
+
+def _require_paged_v4(pool: Any) -> None:
+    """Refuse the forms of DeepSeek-V4's pool whose bytes mean something else than the same page sizes would say."""
+    unified = pool._unified_kv or getattr(pool, "uniform_fp8", False) or pool.swa_kv_pool is None
+    by_slot = unified or getattr(pool, "swa_req_ring_size", None) is not None
+    forms = {
+        "has another layout than paged fp8 with the ratios 4 and 128": unified
+        or {*pool.compression_ratios} - {0, C4_RATIO, C128_RATIO},
+        "keeps windows by request and not in pages": by_slot,
+        "has window pages in four parts: set SGLANG_OPT_SM120_DIRECT_SWA_KV=0": not by_slot
+        and pool.swa_kv_pool.page_size != pool.swa_page_size,
+        "sums C128 states up: set SGLANG_OPT_USE_ONLINE_COMPRESS=0": any(
+            one is not None and getattr(one, "online", False) for one in pool.compress_state_pools
+        ),
+    }
+    for form, is_so in forms.items():
+        if is_so:
+            refuse(f"DeepSeek-V4's pool {form}; that is not served yet")
 
 
 def _own_layers(pool: Any) -> range:
@@ -209,7 +222,7 @@ def instance_geometry(
         ]:
             refuse(f"rank {rank} has other buffers than the first rank of its pipeline stage")
     components = (
-        _v4_components(first)
+        tuple(_v4_components(list(stages.values())))
         if first.config is not None
         else tuple(
             _component(kind, tuple(layer for stage in stages.values() for layer in stage.layers(kind)), first, tp_size)
@@ -235,15 +248,26 @@ def instance_geometry(
     )
 
 
-def _v4_components(pools: RankPools) -> tuple[Component, ...]:
-    """Return the components of DeepSeek-V4's production form. Raises UnsupportedError when SGLang's pages have other sizes."""
-    assert pools.config is not None
-    form = geometry_from_config(pools.config, encoding=Encoding.FP8_V4, tokens_per_page=pools.page_tokens)
-    for kind in pools.kinds:
-        ours, theirs = form.component(kind).page_bytes(), pools.page_bytes(kind)
-        if ours != theirs:
-            refuse(f"{kind}: SGLang's pages have {theirs} bytes, those of the model's published form {ours}")
-    return form.components
+def _v4_components(stages: Sequence[RankPools]) -> Iterator[Component]:
+    """Yield the components of DeepSeek-V4's production form. Raises UnsupportedError when SGLang's pages have other sizes."""
+    first = stages[0]
+    assert first.config is not None
+    form = geometry_from_config(first.config, encoding=Encoding.FP8_V4, tokens_per_page=first.page_tokens)
+    for component in form.components:
+        kind, dim = component.kind, component.row_parts_bytes[0]
+        theirs = next(stage.page_bytes(kind) for stage in stages if kind in stage.kinds)
+        update: dict[str, Any] = {"layers": tuple(layer for stage in stages for layer in stage.layers(kind))}
+        fp4 = (dim // 2, dim // 32)
+        if kind in {ComponentKind.C4_STATE, ComponentKind.C4_INDEXER_STATE}:  # rings are longer with speculation
+            update["slots_per_page"] = theirs // component.row_bytes
+        elif kind is ComponentKind.C4_INDEXER and theirs == component.slots_per_page * sum(fp4):
+            update |= {"row_parts_bytes": fp4, "encoding": Encoding.NATIVE}
+        made = Component.model_validate({**component.model_dump(), **update})
+        if made.page_bytes() != theirs:
+            refuse(
+                f"{kind}: SGLang's pages have {theirs} bytes, those of the model's published form {made.page_bytes()}"
+            )
+        yield made
 
 
 def _component(kind: ComponentKind, layers: tuple[int, ...], pools: RankPools, tp_size: int) -> Component:
