@@ -92,7 +92,9 @@ class Side:
         self.scheduler = SimpleNamespace(
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str="fp8_e4m3")),
             model_config=SimpleNamespace(
-                hf_text_config=SimpleNamespace(to_dict=lambda: v4_pools.CONFIG), num_hidden_layers=len(v4_pools.RATIOS)
+                hf_text_config=SimpleNamespace(to_dict=lambda: v4_pools.CONFIG),
+                num_hidden_layers=len(v4_pools.RATIOS),
+                context_len=LONGEST,
             ),
             server_args=SimpleNamespace(
                 host=HOST,
@@ -152,7 +154,7 @@ class Side:
             kv=SimpleNamespace(req_pool_idx=slot),
             metadata_buffer_index=slot,
             pages=places,
-            sampling_params=SimpleNamespace(max_new_tokens=1),
+            sampling_params=SimpleNamespace(max_new_tokens=1, custom_params=None),
             time_stats=SimpleNamespace(set_decode_transfer_queue_entry_time=lambda: None),
             **dict.fromkeys(("lora_id", "extra_key", "disagg_prefill_dp_rank", "finished_reason"), None),
             **dict.fromkeys(("start_send_idx", "disagg_decode_prefix_len"), 0),

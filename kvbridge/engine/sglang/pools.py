@@ -138,7 +138,7 @@ def _buffers(args: Any, pool: Any, *, hisparse: bool) -> Iterator[Buffer]:
 
 def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]], *, hisparse: bool) -> Iterator[Buffer]:
     stage, ratios = range(pool._stage_start, pool._stage_end), pool.compression_ratios
-    _require_paged_v4(pool)
+    require_paged_v4(pool)
     c4, c128 = ([layer for layer in stage if ratios[layer] == ratio] for ratio in (C4_RATIO, C128_RATIO))
     states = zip(args.state_types, args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True)
     kinds: dict[str, tuple[tuple[ComponentKind, Sequence[int]], ...]] = {
@@ -158,7 +158,7 @@ def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]], *, his
             yield _buffer(kind, layer, entry, in_host=hisparse and kind is ComponentKind.C4_KV)
 
 
-def _require_paged_v4(pool: Any) -> None:
+def require_paged_v4(pool: Any) -> None:
     """Refuse the forms of DeepSeek-V4's pool whose bytes mean something else than the same page sizes would say."""
     unified = pool._unified_kv or getattr(pool, "uniform_fp8", False) or pool.swa_kv_pool is None
     by_slot = unified or getattr(pool, "swa_req_ring_size", None) is not None

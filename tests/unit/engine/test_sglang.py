@@ -23,7 +23,14 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import add_member
-from kvbridge.engine.sglang.pools import Buffer, RankPools, require_nameable
+from kvbridge.engine.sglang.pools import (
+    Buffer,
+    RankPools,
+    instance_geometry,
+    rank_regions,
+    require_nameable,
+    require_paged_v4,
+)
 from kvbridge.engine.sglang.rooms import (
     ATTEMPT,
     FetchedRoom,
@@ -307,6 +314,36 @@ def test_a_server_whose_prompts_have_too_many_pages_does_not_start(
     pools = RankPools(page_tokens=page_tokens, buffers=(buffer,), device="cpu")
     with pytest.raises(UnsupportedError, match=wanted) if wanted else nullcontext():
         require_nameable(pools, context_tokens)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({}, ""),
+        ({"_unified_kv": True}, "another layout than paged fp8"),
+        ({"compression_ratios": [4, 2]}, "another layout than paged fp8"),
+        ({"swa_kv_pool": None}, "another layout than paged fp8"),
+        ({"swa_req_ring_size": 256}, "keeps windows by request"),
+        ({"swa_kv_pool": SimpleNamespace(page_size=64)}, "SGLANG_OPT_SM120_DIRECT_SWA_KV=0"),
+        ({"compress_state_pools": [None, SimpleNamespace(online=True)]}, "SGLANG_OPT_USE_ONLINE_COMPRESS=0"),
+    ],
+)
+def test_forms_of_deepseek_v4_that_are_not_served_are_refused_by_name(form: dict[str, Any], words: str) -> None:
+    """Window pages in four parts have as many bytes as one page: sizes alone would not tell."""
+    served = {"_unified_kv": False, "compression_ratios": [0, 4, 128], "swa_page_size": 256, "compress_state_pools": []}
+    pool = SimpleNamespace(**served | {"swa_kv_pool": SimpleNamespace(page_size=256)} | form)
+    with pytest.raises(UnsupportedError, match=words) if words else nullcontext():
+        require_paged_v4(pool)
+
+
+def test_a_space_has_the_pages_that_all_of_its_buffers_have() -> None:
+    pages = {"page_bytes": 64, "kind": ComponentKind.MHA_KV}
+    buffers = tuple(Buffer(layer=at, address=4096 * at, page_count=9 - at, **pages) for at in range(2))
+    pools = RankPools(page_tokens=4, buffers=buffers, device="cuda:1")
+    rank = Rank(pp=0, tp=0)
+    cache = instance_geometry({rank: pools}, name="m", tp_size=1, facts={})
+    regions = rank_regions(cache.geometry, pools, rank)
+    assert [(one.page_count, one.pages_per_extent, one.device) for one in regions] == [(8, 8, 1)] * 2
 
 
 def test_an_enum_grows_in_place() -> None:
