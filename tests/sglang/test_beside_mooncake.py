@@ -16,8 +16,8 @@ from tests.engines.servers import Setup, together
 from tests.sglang.fleet import Fleet
 from tests.sglang.servers import PAGE_TOKENS, Pair, Plan, Server
 
-LIMIT_S = 60.0
-"""A request that has no answer after it hangs."""
+LIMIT_S = 90.0
+"""A request that has no answer after it hangs. Prefill of kvbridge waits for decode for 60 s."""
 OWN = "mooncake_tcp"
 PAIRS = {"kvbridge": ("prefill", "mooncake", "kvbridge"), "SGLang's Mooncake": ("own-prefill", "own-decode", OWN)}
 """Prefill server, decode server and backend."""

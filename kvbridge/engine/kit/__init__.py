@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import structlog
@@ -36,6 +37,8 @@ class Product(NamedTuple):
     """The option for the tokens of a block."""
     layout_option: str
     """The setting that puts the heads outermost in a block."""
+    timeouts: Mapping[str, float] = MappingProxyType({})
+    """A node's `timeouts` that are others beside this engine."""
 
 
 class Guard:

@@ -149,7 +149,7 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
         "instance": place.instance,
         "http": {"port": 0},
         "telemetry": {"log_format": "console"},
-        "timeouts": {"control_heartbeat_s": HEARTBEAT_S},
+        "timeouts": {"control_heartbeat_s": HEARTBEAT_S, **place.product.timeouts},
     }
     host = {"memory": "adopted", "components": sorted(kind.value for kind in plan.cache.in_host)}
     decided: dict[str, Any] = {

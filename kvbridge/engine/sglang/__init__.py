@@ -9,5 +9,12 @@ BACKEND = "kvbridge"
 SETTINGS_FILE = "KVBRIDGE_SGLANG_CONFIG"
 """Environment variable with the path of a YAML file: keys of a daemon's configuration for the node beside SGLang."""
 SGLANG = Product(
-    "SGLang", "sglang", f"the file that {SETTINGS_FILE} names", "--port", "--page-size", "SGLANG_USE_HND_KVCACHE=0"
+    "SGLang",
+    "sglang",
+    f"the file that {SETTINGS_FILE} names",
+    "--port",
+    "--page-size",
+    "SGLANG_USE_HND_KVCACHE=0",
+    # A scheduler takes requests between two chunks, and decode cannot compute the prompt instead.
+    {"early_offer_s": 60.0},
 )

@@ -31,6 +31,7 @@ from kvbridge.engine.kit.node import (
     write_node,
 )
 from kvbridge.engine.kit.tensors import instance_cache, rank_cache
+from kvbridge.engine.sglang import SGLANG
 from kvbridge.engine.vllm import VLLM
 from tests.helpers.vllm_links import TOKENS, caches
 
@@ -218,3 +219,10 @@ def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -
     node._run = run
     node._keep()
     assert (list(runs), list(node.ends)) == ([], ["it could not be followed: OSError: no descriptors are left"])
+
+
+@pytest.mark.parametrize(("extra", "wait_s"), [({}, 60), ({"timeouts": {"early_offer_s": 5}}, 5)])
+def test_a_node_beside_sglang_waits_for_a_scheduler_that_computes_a_long_chunk(extra, wait_s):
+    beside = replace(plan(), place=NodePlace(SGLANG, Role.PREFILL, ENGINE, extra))
+    config, _ = node_config(beside)
+    assert (config.timeouts.early_offer_s, config.timeouts.control_heartbeat_s) == (wait_s, 1)
