@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,13 @@ ROOMS = [(10_000 + rest, rest + PAGE_TOKENS * (rest % 3) or 3 * PAGE_TOKENS) for
 """A room for each remainder that a prompt's length can leave in its last page."""
 
 
-def run(setup: Setup, role: str, asked: dict[str, Any]) -> str:
-    """Return what one side printed at last."""
+def run(setup: Setup, asked: dict[str, Any]) -> str:
+    """Return what one process printed at last."""
+    role = asked["role"]
     settings = setup.directory / f"v4-{role}.yaml"
     settings.write_text(json.dumps({"transports": {"order": ["mooncake"]}}))
     done = subprocess.run(
-        [setup.python, "-m", "tests.sglang.v4_transfer", role, json.dumps(asked | {"port": free_port()})],
+        [setup.python, "-m", "tests.sglang.v4_transfer", json.dumps(asked)],
         cwd=ROOT,
         env=environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings)},
         capture_output=True,
@@ -35,12 +37,17 @@ def run(setup: Setup, role: str, asked: dict[str, Any]) -> str:
     return (done.stdout.splitlines() or [""])[-1]
 
 
-@pytest.mark.parametrize("form", ["published", "hisparse", "nextn"])
-def test_every_live_byte_of_a_prompt_crosses_and_no_other_byte_changes(setup: Setup, form: str) -> None:
-    """The form `nextn` has one layer more, longer rings and fp4 keys of the indexer."""
-    asked = {"bootstrap_port": free_port(), "rooms": ROOMS, "seed": 7, "form": form}
-    said = together([partial(run, setup, role, asked) for role in ("prefill", "decode")])
-    compared = json.loads(said[1])
+@pytest.mark.parametrize(("form", "stages"), [("published", 1), ("hisparse", 1), ("hisparse", 2), ("nextn", 1)])
+def test_every_live_byte_of_a_prompt_crosses_and_no_other_byte_changes(
+    setup: Setup, tmp_path: Path, form: str, stages: int
+) -> None:
+    """The form `nextn` has one layer more, longer rings and fp4 keys of the indexer. `stages`: pipeline stages of prefill."""
+    asked = {"bootstrap_port": free_port(), "rooms": ROOMS, "form": form, "stages": stages, "directory": str(tmp_path)}
+    prefill = asked | {"role": "prefill", "port": free_port()}
+    sides = [prefill | {"stage": stage} for stage in range(stages)]
+    sides.append(asked | {"role": "decode", "port": free_port(), "stage": 0})
+    said = together([partial(run, setup, side) for side in sides])
+    compared = json.loads(said[-1])
     key_bytes = 68 if form == "nextn" else 132
     for kind, layers, rate, row_bytes in (
         ("c4_kv", 3, 4, 584),

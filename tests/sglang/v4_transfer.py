@@ -9,9 +9,12 @@ compared.
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
@@ -48,17 +51,38 @@ def draw(random: np.random.Generator, rooms: Sequence[tuple[int, int]], *, nextn
     return found
 
 
+@dataclass
+class World:
+    """The processes of a server's pipeline stages."""
+
+    directory: Path
+    stage: int
+    stages: int
+
+    def all_gather_object(self, told: Any) -> list[Any]:
+        """Exchange objects by files."""
+        mine = self.directory / f"stage-{self.stage}.new"
+        mine.write_bytes(pickle.dumps(told))
+        mine.rename(mine.with_suffix(""))
+        theirs = [self.directory / f"stage-{stage}" for stage in range(self.stages)]
+        until("all stages have told", lambda: all(path.exists() for path in theirs))
+        return [pickle.loads(path.read_bytes()) for path in theirs]
+
+
 class Side:
     """What both sides stand for: SGLang's settings, the place of each token, and metadata."""
 
-    def __init__(self, role: str, asked: dict[str, Any]) -> None:
+    def __init__(self, asked: dict[str, Any]) -> None:
+        role = asked["role"]
         self.hisparse = asked["form"] == "hisparse" and role == "decode"
         self.nextn = asked["form"] == "nextn"
         self.forms = v4_pools.forms(nextn=self.nextn)
-        self.pool, self.draft = self.pools(hisparse=self.hisparse)
+        every, stage, stages = len(v4_pools.RATIOS), asked["stage"], asked["stages"] if role == "prefill" else 1
+        layers = range(stage * every // stages, (stage + 1) * every // stages)
+        self.pool, self.draft = self.pools(hisparse=self.hisparse, layers=layers)
         self.host = v4_pools.host_pool(self.pool) if self.hisparse else None
         self.memory = v4_pools.memory(self.pool, self.host, self.draft)
-        self.random = np.random.default_rng([asked["seed"], ROLES.index(role)])
+        self.random = np.random.default_rng([ROLES.index(role)])
         self.metadata = utils.MetadataBuffers(SLOTS, 16, torch.float32, 0)
         self.req_to_token = torch.zeros((SLOTS, LONGEST), dtype=torch.int64)
         self.to_window = torch.zeros(PAGES * PAGE_TOKENS, dtype=torch.int64)
@@ -79,8 +103,11 @@ class Side:
             disaggregation_decode_enable_radix_cache=False,
         )
         parallel = SimpleNamespace(
-            **{f"{axis}_size": 1 for axis in ("attn_tp", "attn_cp", "tp", "pp", "dp")},
-            **{f"{axis}_rank": 0 for axis in ("attn_tp", "attn_dp", "tp", "pp", "dp")},
+            **{f"{axis}_size": 1 for axis in ("attn_tp", "attn_cp", "tp", "dp")},
+            **{f"{axis}_rank": 0 for axis in ("attn_tp", "attn_dp", "tp", "dp")},
+            pp_size=stages,
+            pp_rank=stage,
+            world_group=World(Path(asked["directory"]), stage, stages),
             enable_dp_attention=False,
             enable_dsa_cache_layer_split=False,
         )
@@ -122,13 +149,14 @@ class Side:
             "metadata_buffers": self.metadata,
             "is_mla_backend": True,
             "enable_staging": False,
-            **dict.fromkeys(("tp_rank", "pp_rank"), 0),
+            "tp_rank": 0,
+            "pp_rank": stage,
         }
 
-    def pools(self, *, hisparse: bool = False) -> tuple[Any, Any]:
+    def pools(self, *, hisparse: bool = False, layers: range | None = None) -> tuple[Any, Any]:
         """Return the pool of the model, and that of its NextN layer."""
         draft = v4_pools.made(nextn=True, ratios=[0]) if self.nextn else None
-        return v4_pools.made(hisparse=hisparse, nextn=self.nextn), draft
+        return v4_pools.made(hisparse=hisparse, nextn=self.nextn, layers=layers), draft
 
     def requests(self, rooms: Sequence[tuple[int, int]]) -> list[Any]:
         """Return a batch of requests whose tokens have places."""
@@ -185,10 +213,10 @@ class Prefill(Side):
     """Fills all memory once, and sends."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        super().__init__("prefill", asked)
-        utils.get_kv_class(self.common["transfer_backend"], utils.KVClassType.BOOTSTRAP_SERVER)(
-            HOST, self.bootstrap_port
-        )
+        super().__init__(asked)
+        if not self.common["pp_rank"]:
+            directory = utils.get_kv_class(self.common["transfer_backend"], utils.KVClassType.BOOTSTRAP_SERVER)
+            directory(HOST, self.bootstrap_port)
         self.queue = object.__new__(prefill.PrefillBootstrapQueue)
         vars(self.queue).update(
             self.common,
@@ -299,8 +327,7 @@ class Decode(Side):
     """Receives, and compares."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        super().__init__("decode", asked)
-        self.seed = asked["seed"]
+        super().__init__(asked)
         vars(self.scheduler).update(
             running_batch=SimpleNamespace(reqs=[]),
             hisparse_coordinator=SimpleNamespace(
@@ -330,7 +357,7 @@ class Decode(Side):
         return given
 
     def run(self, rooms: Sequence[tuple[int, int]]) -> None:
-        theirs = np.random.default_rng([self.seed, ROLES.index("prefill")])
+        theirs = np.random.default_rng([ROLES.index("prefill")])
         for begin in range(0, len(rooms), BATCH):
             batch = rooms[begin : begin + BATCH]
             requests = self.requests(batch)
@@ -388,10 +415,10 @@ class Decode(Side):
 
 
 def main() -> None:
-    """Run one side: its name and JSON as arguments."""
-    role, asked = sys.argv[1], json.loads(sys.argv[2])
+    """Run one process: JSON as its argument."""
+    asked = json.loads(sys.argv[1])
     load_plugins()
-    side = (Prefill if role == "prefill" else Decode)(asked)
+    side = {"prefill": Prefill, "decode": Decode}[asked["role"]](asked)
     side.run([(room, tokens) for room, tokens in asked["rooms"]])
     side.queue.kv_manager.teardown()
     if isinstance(side, Decode):
