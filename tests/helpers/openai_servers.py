@@ -1,7 +1,5 @@
 """Small servers of the OpenAI API that behave as those of vLLM or SGLang do, and fail when they are told to."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Sequence
@@ -207,11 +205,7 @@ class OpenAiServer:
 
 
 async def _respond(
-    send: Send,
-    status: int,
-    content: bytes,
-    kind: str = "application/json",
-    more: Sequence[tuple[bytes, bytes]] = (),
+    send: Send, status: int, content: bytes, kind: str = "application/json", more: Sequence[tuple[bytes, bytes]] = ()
 ) -> None:
     headers = [(b"content-type", kind.encode()), (b"content-length", str(len(content)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})

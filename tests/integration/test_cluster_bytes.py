@@ -4,8 +4,6 @@ One engine process (this one) serves all ranks of a node. `test_bytes_exact` goe
 daemons in between that must not mix anything up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -99,10 +97,7 @@ def test_four_prefill_ranks_reach_two_decode_ranks(setting: str) -> None:
             prefill_tp=2,
             decode_tp=2,
             prefill={"pools": device} | live_rows_only(transport),
-            decode={
-                "pools": device | {"host": {"pages": 64, "layout": layout}},
-                "integrity": {"digest": "crc32c"},
-            },
+            decode={"pools": device | {"host": {"pages": 64, "layout": layout}}, "integrity": {"digest": "crc32c"}},
         ) as running,
         with_logs(running),
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,

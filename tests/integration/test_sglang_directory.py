@@ -123,14 +123,7 @@ def test_a_body_that_cannot_be_read_is_answered(directory: str, method: str, hea
     assert ask(directory, method, PATH, "{}", **headers)[0] == 400
 
 
-@pytest.mark.parametrize(
-    ("server", "why"),
-    [
-        (None, "not known any more"),
-        (0, "refused"),
-        (1, "answered"),
-    ],
-)
+@pytest.mark.parametrize(("server", "why"), [(None, "not known any more"), (0, "refused"), (1, "answered")])
 def test_a_prompt_that_prefill_does_not_compute_says_why(directory: str, server: int | None, why: str) -> None:
     port = {None: 0, 0: 9, 1: int(directory.rpartition(":")[2])}[server]
     known = None if server is None else PrefillServer(dp_size=1, follow_bootstrap_room=True, nodes={}, http_port=port)

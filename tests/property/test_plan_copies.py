@@ -219,11 +219,7 @@ class Scenario:
             groups = [self.early_layers, tuple(layer for layer in everything if layer not in self.early_layers)]
         return [
             Section(
-                prompt_tokens=self.prompt,
-                prefix_tokens=self.prefix,
-                start_token=start,
-                stop_token=stop,
-                layers=layers,
+                prompt_tokens=self.prompt, prefix_tokens=self.prefix, start_token=start, stop_token=stop, layers=layers
             )
             for start, stop in pairwise(cuts)
             for layers in groups
@@ -461,11 +457,7 @@ def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
         memories = published(source, number, scenario, sections)
         for ordinal, reader in enumerate(destination.manifests):
             pairing = Pairing.create(
-                geometry,
-                writer,
-                reader,
-                destination_ordinal=ordinal,
-                destination_count=len(destination.manifests),
+                geometry, writer, reader, destination_ordinal=ordinal, destination_count=len(destination.manifests)
             )
             for section, memory in zip(sections, memories, strict=True):
                 planned = plan(

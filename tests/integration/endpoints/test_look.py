@@ -1,7 +1,5 @@
 """`kvbridge status`, `rooms` and `room`, asked of running daemons."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

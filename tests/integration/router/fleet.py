@@ -1,7 +1,5 @@
 """A router and its servers in one loop, each on a real socket, and a client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Each relation between settings: what is refused, and that the text names the keys."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvbridge.config.endpoints import HttpConfig, ListeningControlConfig
@@ -25,10 +23,7 @@ REFUSED = [
     ({"http.token": "a", "http.token_file": "/t"}, "keep one"),
     ({"bootstrap.token": "a", "bootstrap.token_file": "/t"}, "keep one"),
     ({"http.tls_key_file": "/k"}, "belong together"),
-    (
-        {"http.host": "0.0.0.0", "http.token": "a", "bootstrap.url": "http://b:1"},
-        "set http.advertise_url",
-    ),
+    ({"http.host": "0.0.0.0", "http.token": "a", "bootstrap.url": "http://b:1"}, "set http.advertise_url"),
     ({"model.preset": "gpt-9"}, "preset 'gpt-9' does not exist"),
     ({"model.hf_config": "/c"}, "exactly one of preset, hf_config and geometry"),
     ({"model.preset": None, "model.geometry": "/g", "model.tokens_per_page": 64}, "a geometry has its own"),

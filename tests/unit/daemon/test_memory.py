@@ -1,7 +1,5 @@
 """The memory of a node: planned, made, refused, kept and removed; its host tier."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

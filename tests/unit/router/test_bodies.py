@@ -1,7 +1,5 @@
 """The bodies for each server."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from typing import Any

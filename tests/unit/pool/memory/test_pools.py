@@ -1,7 +1,5 @@
 """Pools in files, on a GPU and in an engine's memory, and their regions in another process."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from itertools import product
