@@ -136,16 +136,8 @@ def pytest_command(seed: int, workers: int, targets: Sequence[str]) -> list[str]
     """Run pytest on some targets, in the order of a seed."""
     side_by_side = ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"] if workers > 1 else []
     colour = ["--color=yes"] if sys.stdout.isatty() else []
-    return [
-        sys.executable,
-        "-m",
-        "pytest",
-        f"--randomly-seed={seed}",
-        f"--hypothesis-seed={seed}",
-        *side_by_side,
-        *colour,
-        *targets,
-    ]
+    seeds = [f"--randomly-seed={seed}", f"--hypothesis-seed={seed}"]
+    return [sys.executable, "-m", "pytest", *seeds, *side_by_side, *colour, *targets]
 
 
 def environment(workers: int, profile: str) -> dict[str, str]:

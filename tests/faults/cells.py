@@ -70,29 +70,18 @@ _PREFILL_WORKER_DIES = "W/- W/W W/W W/W W/W A/A C/C C/C C/A C/C"
 _DECODE_WORKER_DIES = "C/C w/W w/W w/W w/W A/A C/C C/C C/A C/C"
 _PARTED = "C/C L/L L/L L/L L/L A/A C/C C/C C/A C/C"
 
-_OUTCOMES: dict[tuple[Victim, Fault], str] = {
+_OUTCOMES = {(victim, fault): _UNHARMED for victim in Victim for fault in Fault} | {
     # in the order of State:               adm off beg par mov dra com cla can com
     (Victim.PREFILL, Fault.KILL): "-/- -/L -/L -/L -/L -/A -/C -/C -/A -/C",
-    (Victim.PREFILL, Fault.FREEZE): _UNHARMED,
     (Victim.PREFILL, Fault.LONG_FREEZE): _PARTED,
     (Victim.PREFILL_WORKER, Fault.KILL): _PREFILL_WORKER_DIES,
-    (Victim.PREFILL_WORKER, Fault.FREEZE): _UNHARMED,
     (Victim.PREFILL_WORKER, Fault.LONG_FREEZE): _PREFILL_WORKER_DIES,
     (Victim.PREFILL_ENGINE, Fault.KILL): "C/C C/C L/L L/L L/L A/A C/C C/C C/A C/C",
-    (Victim.PREFILL_ENGINE, Fault.FREEZE): _UNHARMED,
-    (Victim.PREFILL_ENGINE, Fault.LONG_FREEZE): _UNHARMED,
     (Victim.DECODE, Fault.KILL): "C/C L/- L/- L/- L/- A/- C/- C/- C/- C/-",
-    (Victim.DECODE, Fault.FREEZE): _UNHARMED,
     (Victim.DECODE, Fault.LONG_FREEZE): _PARTED,
     (Victim.DECODE_WORKER, Fault.KILL): _DECODE_WORKER_DIES,
-    (Victim.DECODE_WORKER, Fault.FREEZE): _UNHARMED,
     (Victim.DECODE_WORKER, Fault.LONG_FREEZE): _DECODE_WORKER_DIES,
     (Victim.DECODE_ENGINE, Fault.KILL): "C/C C/C C/C C/C C/C A/A C/C C/L C/A C/C",
-    (Victim.DECODE_ENGINE, Fault.FREEZE): _UNHARMED,
-    (Victim.DECODE_ENGINE, Fault.LONG_FREEZE): _UNHARMED,
-    (Victim.BOOTSTRAP, Fault.KILL): _UNHARMED,
-    (Victim.BOOTSTRAP, Fault.FREEZE): _UNHARMED,
-    (Victim.BOOTSTRAP, Fault.LONG_FREEZE): _UNHARMED,
 }
 
 _BY_A_LIBRARY: dict[tuple[Victim, Fault], str] = {

@@ -37,29 +37,11 @@ def as_user(user: int, groups: Iterable[int] = (), *, namespaces: Iterable[str] 
     needed = {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT}
     closed = sorted({folder for path in needed if (folder := _first_closed(path)) is not None})
     hidden = [str(path) for path in sorted(needed) if any(path.is_relative_to(folder) for folder in closed)]
-    mounted = [
-        "unshare",
-        "--mount",
-        *namespaces,
-        "--",
-        "bash",
-        "-c",
-        _SCRIPT,
-        "bash",
-        ":".join(map(str, closed)),
-        *hidden,
-        "--",
-    ]
+    script = ["bash", "-c", _SCRIPT, "bash", ":".join(map(str, closed)), *hidden]
+    mounted = ["unshare", "--mount", *namespaces, "--", *script, "--"]
     groups_flag = f"--groups={','.join(map(str, others))}" if others else "--clear-groups"
-    dropped = [
-        "setpriv",
-        f"--reuid={user}",
-        f"--regid={own}",
-        groups_flag,
-        "--no-new-privs",
-        "--bounding-set=-all",
-        "--inh-caps=-all",
-    ]
+    rights = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+    dropped = ["setpriv", f"--reuid={user}", f"--regid={own}", groups_flag, *rights]
     return [*(mounted if closed or namespaces else ()), *dropped, "--"]
 
 

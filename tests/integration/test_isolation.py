@@ -48,8 +48,7 @@ def test_pytest_names_the_test(tmp_path: Path) -> None:
         "-q",
         "-p",
         "tests.helpers.isolation",
-        "--rootdir",
-        str(tmp_path),
+        f"--rootdir={tmp_path}",
         str(file),
     ]
     found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -20,35 +20,15 @@ from tests.mutation.edits import PACKAGE, ROOT, Edit, edited
 
 LIMIT_S = 90.0
 """For the tests of one edit; what takes longer waits for something that does not come."""
-LIBRARIES = (
-    "asyncio",
-    "fastapi",
-    "httpx",
-    "hypothesis",
-    "hypothesis.stateful",
-    "msgpack",
-    "multiprocessing",
-    "numpy",
-    "prometheus_client",
-    "psutil",
-    "pydantic",
-    "pytest_asyncio",
-    "pytest_randomly",
-    "pytest_timeout",
-    "structlog",
-    "torch",
-    "typer",
-    "uvicorn",
-    "xdist",
-    "yaml",
-    "zmq",
-    "zmq.asyncio",
-)
+LIBRARIES = """
+asyncio fastapi httpx hypothesis hypothesis.stateful msgpack multiprocessing numpy prometheus_client psutil
+pydantic pytest_asyncio pytest_randomly pytest_timeout structlog torch typer uvicorn xdist yaml zmq zmq.asyncio
+"""
 
 
 def preload() -> None:
     """Import the libraries that tests need; one that is not installed is left out."""
-    for name in LIBRARIES:
+    for name in LIBRARIES.split():
         with suppress(ImportError):
             importlib.import_module(name)
     assert PACKAGE not in sys.modules
@@ -72,16 +52,8 @@ def run_edited(edit: Edit | None, tests: Sequence[str], log: Path) -> int:
         if edit is not None:
             _install(edit)
         # Plugins have been imported before pytest starts, which their assertions do not mind.
-        quiet = [
-            "-p",
-            "no:randomly",
-            "-p",
-            "no:cacheprovider",
-            "--tb=no",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-        ]
-        code = pytest.main(["-x", "-q", *quiet, *tests])
+        quiet = "-p no:randomly -p no:cacheprovider --tb=no -W ignore::pytest.PytestAssertRewriteWarning"
+        code = pytest.main(["-x", "-q", *quiet.split(), *tests])
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the edit did not pass
         os.write(2, f"ERROR {type(error).__name__} {error}\n".encode())

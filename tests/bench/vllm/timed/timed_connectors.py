@@ -23,30 +23,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as N
 
 from kvbridge.engine.vllm.connector import KvbridgeConnector as Kvbridge
 
-STEP_HOOKS = (
-    "build_connector_meta",
-    "update_connector_output",
-    "bind_connector_metadata",
-    "handle_preemptions",
-    "start_load_kv",
-    "wait_for_layer_load",
-    "save_kv_layer",
-    "wait_for_save",
-    "finish_forward",
-    "get_transfer_results",
-    "get_block_ids_with_load_errors",
-    "get_kv_connector_stats",
-    "get_kv_connector_kv_cache_events",
-    "build_connector_worker_meta",
-    "clear_connector_metadata",
-)
-REQUEST_HOOKS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "request_finished",
-    "request_finished_all_groups",
-)
+STEP_HOOKS = """
+build_connector_meta update_connector_output bind_connector_metadata handle_preemptions start_load_kv wait_for_layer_load
+save_kv_layer wait_for_save finish_forward get_transfer_results get_block_ids_with_load_errors get_kv_connector_stats
+get_kv_connector_kv_cache_events build_connector_worker_meta clear_connector_metadata
+"""
+REQUEST_HOOKS = """
+on_new_request get_num_new_matched_tokens update_state_after_alloc request_finished request_finished_all_groups
+"""
 STEP_BEGINS = ("build_connector_meta", "bind_connector_metadata")
 """In the scheduler's process, and in a worker's."""
 ROWS_KEPT = 500
@@ -76,7 +60,7 @@ class Rows:
 
     def around(self, hook: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the hook with a clock; hooks that it calls itself are a part of it."""
-        of_request = hook in REQUEST_HOOKS
+        of_request = hook in REQUEST_HOOKS.split()
 
         def timed(connector: Any, *args: Any, **named: Any) -> Any:
             if self._depth:
@@ -132,6 +116,6 @@ class KvbridgeConnector(Kvbridge):
 
 
 for _connector in (NixlConnector, KvbridgeConnector):
-    for _hook in (*STEP_HOOKS, *REQUEST_HOOKS):
+    for _hook in (STEP_HOOKS + REQUEST_HOOKS).split():
         if hasattr(_connector, _hook):
             setattr(_connector, _hook, _rows.around(_hook, getattr(_connector, _hook)))
