@@ -125,9 +125,6 @@ def through_kvbridge(transport: Transport, peer: Peer, operations: Operations) -
     assert status.state is TransferState.DONE, status
 
 
-# ------------------------------------------------------------------------------------------- bare ways
-
-
 def as_lists(operations: Operations) -> tuple[list[int], list[int], list[int]]:
     """Return sources, destinations and lengths as Mooncake takes them."""
     return operations.source.tolist(), operations.destination.tolist(), operations.length.tolist()

@@ -84,8 +84,6 @@ class LoadEngine:
     def sampled(self, room: int) -> bool:
         return bool(self._facts.sample_every) and room % self._facts.sample_every == 0
 
-    # ------------------------------------------------------------------ prefill
-
     def prefill(self, runtime_dir: Path) -> None:
         with PrefillEngine.attach(runtime_dir) as engine:
             tell(ready=True)
@@ -129,8 +127,6 @@ class LoadEngine:
         section = Section(prompt_tokens=where["prompt_tokens"], start_token=start, stop_token=stop)
         for views in engine.views.values():
             synthetic.fill(views, room=begun.id, tables=where["tables"], section=section, keys=keys)
-
-    # ------------------------------------------------------------------ decode
 
     def decode(self, runtime_dir: Path) -> None:
         with DecodeEngine.attach(runtime_dir) as engine:

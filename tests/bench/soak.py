@@ -100,9 +100,6 @@ def findings(course: Course) -> list[str]:
     return wrong
 
 
-# ------------------------------------------------------------------------------------------- the run
-
-
 def run(*, rooms: int, transport: str = "local", shared: bool = False, keep_s: float = KEEP_S) -> dict[str, Any]:
     """Soak a pair of its own and return the figures, with what is wrong under "findings"."""
     tokens = SHARED_TOKENS if shared else TOKENS
@@ -197,9 +194,6 @@ async def _slot(generator: Load, numbers: Any, tokens: int, course: Course) -> N
         course.done += 1
 
 
-# ------------------------------------------------------------------------------------------- processes
-
-
 def _look(name: str, process: psutil.Process, log: Path) -> Figures:
     memory = process.memory_full_info()
     folder = Path(f"/proc/{process.pid}")
@@ -231,9 +225,6 @@ def _busy_pages(running: Cluster) -> int:
         if not left or time.monotonic() > deadline_s:
             return left
         time.sleep(0.1)
-
-
-# ------------------------------------------------------------------------------------------- output
 
 
 def _line(look: Look) -> str:

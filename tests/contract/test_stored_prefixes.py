@@ -95,8 +95,6 @@ class Node(Looped):
         assert not self.book.quarantine_reasons()
         self.pool.close()
 
-    # ------------------------------------------------------------------ a prompt
-
     def read(self, space: IndexSpace, page: int) -> bytes:
         form = self.forms[space]
         addresses = form.addresses(np.array([page], dtype=np.int32)).tolist()
@@ -434,9 +432,6 @@ def test_a_lie_in_the_middle_ends_the_prefix_before_it(files: Node):
     assert files.counted(Verb.GET)[Outcome.WRONG_DIGEST] == 1
     files.forget()
     files.all_free()
-
-
-# ------------------------------------------------------------------------------------------- a store that fails
 
 
 def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(monkeypatch: pytest.MonkeyPatch):

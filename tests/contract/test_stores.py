@@ -269,9 +269,6 @@ def test_a_store_process_ends_with_its_node():
         assert ended
 
 
-# ------------------------------------------------------------------------------------------- Mooncake
-
-
 @pytest.fixture(scope="module")
 def mooncake(pages: StoredPages) -> Iterator[tuple[Client, MooncakeServers]]:
     with (

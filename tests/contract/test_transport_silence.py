@@ -99,9 +99,6 @@ def test_attempts_to_reach_a_silent_peer_leave_nothing_behind(backend: Backend, 
     assert owned.move(owned.blocks(4_096, 8)).state is TransferState.DONE
 
 
-# ------------------------------------------------------------------------------------------- mooncake
-
-
 class AnsweringOnce:
     """Stands before a mooncake peer's port: lets the first connection, which is the probe, through; to others it says `instead`."""
 

@@ -113,8 +113,6 @@ class FaultCluster:
         self.cluster.stop(timeout_s=8, force_after_s=0.2)
         shutil.rmtree(self.cluster.folder, ignore_errors=True)
 
-    # ------------------------------------------------------------------ processes
-
     def pid(self, daemon: DaemonProcess) -> int:
         assert daemon.process is not None
         return daemon.process.pid
@@ -147,8 +145,6 @@ class FaultCluster:
     @property
     def address(self) -> dict[str, str]:
         return control_of(self.prefill)
-
-    # ------------------------------------------------------------------ rooms
 
     def next_prompt(self) -> Prompt | None:
         """A prompt that begins like all others and goes on like none, where rooms share; else none."""
@@ -306,8 +302,6 @@ class FaultCluster:
             state is State.CANCELLED and self.state(self.decode, room) == "aborting"
         ):
             reader.call("release", room)
-
-    # ------------------------------------------------------------------ the look afterwards
 
     def recovered(self, before: Mapping[str, Facts], *, struck: DaemonProcess | None, worker_struck: bool) -> None:
         """Survivors are who they were, everybody is ready, all pages are free, a new room crosses, nothing is left over."""

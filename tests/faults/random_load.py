@@ -79,8 +79,6 @@ class RandomLoad:
         with self._lock:
             self._counts[name] += count
 
-    # ------------------------------------------------------------------ clients
-
     def _client(self, seed: int) -> None:
         drawn = random.Random(seed)
         answered: Branch | None = None
@@ -272,8 +270,6 @@ class RandomLoad:
             httpx.delete(
                 f"{node.url}/v1/requests/{room}?reason=given+up", timeout=CALL_S, trust_env=False, verify=False
             )
-
-    # ------------------------------------------------------------------ the run
 
     def run(self, seconds: float, *, clients: int, rest_every_s: float, chaos: Chaos | None) -> dict[str, Any]:
         """Load the daemons for so long, with rests; returns what happened."""

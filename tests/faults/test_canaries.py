@@ -55,9 +55,6 @@ def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
     opened.clear()
 
 
-# ------------------------------------------------------------------------------------------- writers that are late
-
-
 @pytest.mark.parametrize(
     "transport", ["local", *LIBRARIES, pytest.param("local" + SHARING, marks=short), "nixl" + SHARING]
 )
@@ -180,9 +177,6 @@ def test_a_process_that_is_struck_while_copies_run(stages, late):
         late(stage)
         stage.everything_given_back()
         stage.meet()
-
-
-# ------------------------------------------------------------------------------------------- the canaries see it
 
 
 @pytest.mark.parametrize("stage_of", [pytest.param(partial(late_writer_cluster, "local"), marks=short), with_devices])

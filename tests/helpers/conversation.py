@@ -24,9 +24,6 @@ TIER = {"tier": MODEL}
 CLAIM_S = 30.0
 
 
-# ---------------------------------------------------------------------------------------------- what engines do
-
-
 def tokens_of(number: int, count: int) -> list[int]:
     return [number * 100_000 + place for place in range(count)]
 
@@ -91,9 +88,6 @@ def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int, *, rank
             page_bytes = part.page_bytes() if inside == part.slots_per_page else inside * part.row_bytes * part.lanes
             found += page_bytes * len(part.layers) * (1 if part.host_capable else ranks)
     return found
-
-
-# ---------------------------------------------------------------------------------------------- conversations
 
 
 @dataclass

@@ -96,9 +96,6 @@ def wrong_rows(views: PoolViews, room: int) -> list[str]:
     return [str(one) for one in synthetic.compare(views, room=room, tables=tables(room), tokens=TOKENS).mismatches]
 
 
-# ------------------------------------------------------------------------------------------- targets
-
-
 def read_and_write(pipe: Connection, shared: tuple[SharedRegion, ...], expected: int, own: int) -> None:
     """Check the rows of one request in somebody's pool and write another's. Says (device, what was wrong)."""
     with MappedRegions(shared) as mapped:

@@ -98,8 +98,6 @@ class OpenAiServer:
             await self.came.wait_for(lambda: len(self.received) > number)
         return self.received[number]
 
-    # ------------------------------------------------------------------ the server
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] == "/health":
             if self.hangs:

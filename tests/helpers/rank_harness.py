@@ -138,8 +138,6 @@ class Crossing:
             self.destination.canvas.paint()
             raise
 
-    # ------------------------------------------------------------------ a room's messages
-
     def _open(self, room: int, case: Case, source: Tables, destination: Tables) -> None:
         opening = OpenRoom(
             room=room,
@@ -183,8 +181,6 @@ class Crossing:
             worker.tell(CloseRoom(room=room, generation=1))
         for worker in self._workers:
             assert worker.hear(RoomClosed).quiet
-
-    # ------------------------------------------------------------------ checks
 
     def _check_rows(self, room: int, case: Case, tables: Tables) -> None:
         for views, pool in zip(self.destination.views, self.destination.pools, strict=True):
@@ -274,9 +270,6 @@ def _end(process: DestinationProcess, workers: Sequence[WorkerThread]) -> None:
     process.begin_stop()
     stop_all(workers)
     process.finish_stop()
-
-
-# ---------------------------------------------------------------------------------------------- page ids
 
 
 def draw_tables(setting: Setting, case: Case, random: np.random.Generator) -> tuple[Tables, Tables]:

@@ -117,8 +117,6 @@ class World(SimulatedCalls):
         self.lives += 1
         return simulated_nodes.PrefillNode(self, f"aaaa{self.lives:012d}")
 
-    # ------------------------------------------------------------------ the link
-
     def to_decode(self, message: PeerMessage) -> None:
         if self.linked and not self.forgotten and None not in self.towards_prefill:
             self.towards_decode.append((self.prefill.incarnation, message))
@@ -233,8 +231,6 @@ class World(SimulatedCalls):
         self.forgotten = True
         self.prefill = self.new_life()
 
-    # ------------------------------------------------------------------ users
-
     def admit(self, owner: Owner, tokens: int, *, on_prefill: bool, keys: Keys | None = None) -> None:
         """`keys`: what its router says of the prompt, when that is not what the engines will compute."""
         self.prompts.setdefault(owner, tokens)
@@ -251,8 +247,6 @@ class World(SimulatedCalls):
             self.prefill.service.admit(request)
         else:
             self.decode.admit(request)
-
-    # ------------------------------------------------------------------ a room that nobody disturbs
 
     def calls(self, stage: str, owner: Owner, tokens: int) -> list[Callable[[], object]]:
         """Calls of users and engines that bring a room from the stage before to this one."""
@@ -273,8 +267,6 @@ class World(SimulatedCalls):
             for call in self.calls(stage, owner, tokens):
                 tried(call)
             self.settle(orders=stage in {"arrived", "committed"}, verifying=stage == "committed")
-
-    # ------------------------------------------------------------------ coming to rest
 
     def settle(self, *, orders: bool = True, verifying: bool = True) -> None:
         """Do everything that is under way, or all but what moves bytes or looks at them; nobody dies meanwhile."""
@@ -337,8 +329,6 @@ class World(SimulatedCalls):
         if not self.shares:
             return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)
         return sum(self.prefill.book.available_pages().values()), sum(self.book.available_pages().values())
-
-    # ------------------------------------------------------------------ what must be true at every moment
 
     def check(self) -> None:
         prefill = self.prefill

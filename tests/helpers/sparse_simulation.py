@@ -118,8 +118,6 @@ class SparseSimulation:
         self.answers: list[np.ndarray] = []
         """Answers of swap_in in the last step, layer by layer."""
 
-    # ------------------------------------------------------------------ verbs
-
     def admit(self, slot: int, tokens: int, *, more_tokens: int = 256, named_pages: int | None = None) -> None:
         self.serial += 1
         slots = self.component.slots_per_page
@@ -181,8 +179,6 @@ class SparseSimulation:
         self.random.shuffle(self.free_pages)
         return quiet
 
-    # ------------------------------------------------------------------ inputs
-
     def choose(self, slot: int, layer: int) -> np.ndarray:
         """A mixture: recent rows, a wandering neighbourhood, anything, duplicates, -1 and rows that do not exist."""
         rows, k = max(self.requests[slot].rows, 1), self.settings.top_k
@@ -208,8 +204,6 @@ class SparseSimulation:
             if request.tokens % 4 == 0:
                 content[number] = row_bytes_of(self.component, request.serial, layer, np.array([request.rows - 1]))[0]
         return torch.from_numpy(content).to(self.device)
-
-    # ------------------------------------------------------------------ the oracle
 
     def state(self) -> dict[str, np.ndarray]:
         """The tables of the requests that are there, to be compared with those of another device."""

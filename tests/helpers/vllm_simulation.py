@@ -139,8 +139,6 @@ class Side:
         self.engine.events.append(event)
         self.link.news.append(event)
 
-    # ------------------------------------------------------------------ the end of a node
-
     def node_dies(self) -> None:
         """Everything that it had not read is lost; its ranks' transports are open until they say so."""
         touched = self.touched()

@@ -90,9 +90,6 @@ def waiting(daemon: DaemonProcess) -> int:
     return int(status(daemon)["admission"]["waiting"])
 
 
-# ------------------------------------------------------------------------------------------- waiting
-
-
 def test_who_waits_is_admitted_in_fair_order_as_rooms_end(live, daemon, threads):
     held = fill(live, daemon, client="greedy")
     asked: list[tuple[str, Future[httpx.Response]]] = []
@@ -148,9 +145,6 @@ def test_a_daemon_that_shuts_down_keeps_nobody_waiting(live, daemon, threads):
     live.cluster.wait_ready()
 
 
-# ------------------------------------------------------------------------------------------- caps and readiness
-
-
 def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluster, daemon: DaemonProcess) -> None:
     held = fill(live, daemon)
     red = eventually("red", lambda: http("GET", daemon, "/ready").status_code == 503 and http("GET", daemon, "/ready"))
@@ -166,9 +160,6 @@ def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluste
     eventually("green", lambda: http("GET", daemon, "/ready").status_code == 200)
     assert metric(daemon, "kvbridge_admission_starved_seconds") == 0
     end(daemon, *held[1:])
-
-
-# ------------------------------------------------------------------------------------------- tickets
 
 
 def test_a_ticket_that_no_engine_uses_ends_on_both_sides_when_it_says(live: LiveCluster) -> None:

@@ -54,8 +54,6 @@ def crossings(links: Iterable[Any], cases: Sequence[Case]) -> Any:
     return decorated
 
 
-# ------------------------------------------------------------------------------------------- splits
-
 SOURCE, DESTINATION = Form(device(20)), Form(device(19) | {HOST: 21}, host=C4_KV)
 
 # First layers of the stages. Four stages: one that has windows only, one with a single sparse layer.
@@ -103,8 +101,6 @@ def test_every_byte_arrives_and_no_other_is_written(link: Crossing, case: Case) 
     link.deliver(case)
 
 
-# ------------------------------------------------------------------------------------------- lengths
-
 BY_HEADS = Setting(FLASH, Ranks(tp=2), Ranks(tp=2), Form(device(9)), Form(device(9) | {HOST: 10}, host=C4_KV), "local")
 
 # Around 0, a C4 entry (4), a window or a C128 entry (128), a page (256), and both together (384).
@@ -128,8 +124,6 @@ def test_lengths_cuts_and_prefixes_at_every_border(link: Crossing) -> None:
         print(case)  # so that a failure shows which one it was
         link.deliver(case)
 
-
-# ------------------------------------------------------------------------------------------- layouts
 
 # Extents of so few pages that runs of neighbouring ids cross their borders: one ring, three window pages, 14 C4 pages on a
 # device, four C4 pages in the host pool (two of all layers with page_first); or several files.
@@ -192,8 +186,6 @@ def test_neighbours_are_copied_together(link: Crossing, case: Case) -> None:
 def test_dead_bytes_never_take_the_place_of_rows_that_came_before_or_after_them(link: Crossing, case: Case) -> None:
     link.deliver(case)
 
-
-# ------------------------------------------------------------------------------------------- other models
 
 PRO, V32 = preset("deepseek-v4-pro"), preset("deepseek-v3.2")
 PRO_DESTINATION = Form(device(12) | {HOST: 13}, host=C4_KV)

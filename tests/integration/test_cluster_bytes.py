@@ -73,9 +73,6 @@ def mapped_memory(engine: DecodeEngine) -> list[npt.NDArray[np.uint8]]:
     return [np.frombuffer(mapping.buffer, dtype=np.uint8) for mapping in engine._memory.mapped.mappings]
 
 
-# ------------------------------------------------------------------------------------------- owned
-
-
 @pytest.mark.parametrize(
     "setting",
     [
@@ -126,9 +123,6 @@ def test_four_prefill_ranks_reach_two_decode_ranks(setting: str) -> None:
         held.release()
 
 
-# ------------------------------------------------------------------------------------------- digests
-
-
 @pytest.mark.parametrize("transport", ["local", kept("mooncake", False), kept("nixl", False)])
 def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport: str) -> None:
     require_library(BACKENDS[transport])
@@ -152,9 +146,6 @@ def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport
         assert phases["digest"] > 0, "prefill computed nothing"
         assert phases["verify"] >= phases["verify_busy"] > 0, "decode computed nothing"
         live.serves()
-
-
-# ------------------------------------------------------------------------------------------- adopted
 
 
 @dataclass

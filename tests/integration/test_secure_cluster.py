@@ -126,9 +126,6 @@ def real(secure: Secure) -> NodeDescription:
     return node
 
 
-# ------------------------------------------------------------------------------------------- keys
-
-
 @pytest.mark.parametrize("who", ["a stranger", "nobody", "a friend who means another"])
 def test_the_unauthenticated_are_refused_and_counted(secure: Secure, who: str) -> None:
     live = secure.live
@@ -189,9 +186,6 @@ def test_a_key_speaks_for_its_instance_only(secure: Secure, real: NodeDescriptio
         assert peer.take(Welcome)
     assert secure.peers()["decode-0"] == before["decode-0"], "the real node's life did not end"
     secure.live.cross(TOKENS, room)
-
-
-# ------------------------------------------------------------------------------------------- lists that change
 
 
 def test_a_key_that_is_taken_off_the_list_is_out_at_once_and_the_others_stay(secure: Secure, real: NodeDescription):
@@ -273,9 +267,6 @@ def test_a_node_changes_its_key_without_a_pause(secure: Secure) -> None:
     secure.decode = fresh
     secure.allow_all()
     live.cross(TOKENS)
-
-
-# ------------------------------------------------------------------------------------------- tokens and secrets
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode", "bootstrap"])

@@ -115,9 +115,6 @@ def assert_decodes_alike(engine, made, cache, *, steps=STEPS) -> None:
     assert torch.equal(ours.logits, theirs.logits)
 
 
-# ---------------------------------------------------------------------------------------------- moved
-
-
 @pytest.mark.parametrize("length", one_in(4, LENGTHS))
 def test_decode_continues_bit_for_bit(tiny, length):
     made, cache = tiny.moved(prompt_tokens(length))
@@ -180,9 +177,6 @@ def test_weights_depend_on_the_seed_alone():
         assert all(same) == (seed == 1)
 
 
-# ---------------------------------------------------------------------------------------------- prefixes
-
-
 def tables_of(stage: Pools, pages: list[int], window: list[int], tokens: int):
     """A request's tables: growing pages, and windows or a checkpoint of so many tokens."""
     first = first_window_page(stage.geometry, tokens)
@@ -225,9 +219,6 @@ def spoil_windows(engine, stages: list[Pools], ids: list[int]) -> None:
 def rows_of(stages, tables, tokens: int) -> list[torch.Tensor]:
     """All live rows of a request."""
     return [each.read() for each in claimed(stages, tokens, tables).parts()]
-
-
-# ---------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_does_not_fit_is_refused(tiny, small):

@@ -113,8 +113,6 @@ def test_a_daemon_that_hangs_is_heard_of_and_ended(tried: TriedCluster) -> None:
         assert process.wait(END_S) == 0
 
 
-# ---------------------------------------------------------------------------------------------- daemons that do not obey
-
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
 LEFT = "kvbridge-0123456789ab-0123456789abcdef.device"
 """As pools are called."""

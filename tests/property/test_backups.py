@@ -200,9 +200,6 @@ TestBackups = BackupsMachine.TestCase
 TestBackups.settings = fewer(2, stateful_step_count=30)
 
 
-# ------------------------------------------------------------------------------------------- what is said of them
-
-
 @pytest.mark.parametrize("says_so", [True, False])
 def test_what_a_rank_may_still_write_is_quarantined_until_its_process_has_ended(says_so):
     """It has failed without being quiet, or has said nothing in time."""

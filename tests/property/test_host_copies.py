@@ -138,8 +138,6 @@ class CopyMachine(RuleBasedStateMachine):
         """The contents of host copies, as a watcher knows them."""
         self.number = 0
 
-    # ------------------------------------------------------------------ watcher of the book
-
     def freed(self, pages):
         assert all(count >= 0 for count in pages.values())
         self.told.update(pages)
@@ -149,8 +147,6 @@ class CopyMachine(RuleBasedStateMachine):
 
     def quarantined(self, owner):
         pass
-
-    # ------------------------------------------------------------------ watcher of the host
 
     def added(self, keys, start, pages):
         for at in range(start, len(keys)):
@@ -164,8 +160,6 @@ class CopyMachine(RuleBasedStateMachine):
         for space, ids in pages.items():
             for page in ids.tolist():
                 self.journal.pop((space, page), None)
-
-    # ------------------------------------------------------------------ the model
 
     def owner(self, room=True):
         self.number += 1
@@ -247,8 +241,6 @@ class CopyMachine(RuleBasedStateMachine):
             entry.lost = entry.lost and FULL in entry.pages
             if not entry.pages.keys() - {HOST}:
                 self.entries.remove(entry)
-
-    # ------------------------------------------------------------------ rooms
 
     @precondition(lambda self: len(self.rooms) < 3)
     @rule(prompt=PROMPTS, windows=st.integers(0, 2), from_checkpoint=st.booleans(), ends=st.booleans())
@@ -487,8 +479,6 @@ class CopyMachine(RuleBasedStateMachine):
         self.notice_evictions(before, demand)
         self.given({space: pages.values() for space, pages in room.own.items()})
 
-    # ------------------------------------------------------------------ copies to the host
-
     @precondition(lambda self: len(self.copies) < 3)
     @rule(prompt=PROMPTS, at_most=st.sampled_from([1, 9]))
     def start_backup(self, prompt, at_most):
@@ -639,8 +629,6 @@ class CopyMachine(RuleBasedStateMachine):
             if at == len(prompt) - 1 and ends:
                 entry.checkpoints.setdefault(SWA_COPY, own[SWA_COPY])
 
-    # ------------------------------------------------------------------ pages go
-
     @rule(data=st.data(), count=st.integers(1, 9))
     def need(self, data, count):
         self.need_of(data.draw(st.sampled_from(sorted(self.total))), count)
@@ -684,8 +672,6 @@ class CopyMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 5.0]))
     def wait(self, seconds):
         self.clock.advance(seconds)
-
-    # ------------------------------------------------------------------ after every step
 
     @invariant()
     def adds_up(self):

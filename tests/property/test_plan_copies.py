@@ -30,9 +30,6 @@ RANK_SHIFT = 32
 """Every block of memory of a rank begins at a multiple of 2**32 in the addresses of its process."""
 
 
-# ------------------------------------------------------------------------------------------- what is drawn
-
-
 @st.composite
 def components(draw, kind: ComponentKind, layer_count: int, tokens_per_page: int) -> Component:
     page = tokens_per_page
@@ -224,9 +221,6 @@ class Scenario:
             for start, stop in pairwise(cuts)
             for layers in groups
         ]
-
-
-# ------------------------------------------------------------------------------------------- the naive model
 
 
 def begin_of(region: Region, page: int) -> int:
@@ -423,9 +417,6 @@ class Naive:
             assert not early[key][~live & ~self.padding[key]].any(), "dead bytes were sent before the last section"
             assert not count[~own].any(), "a byte that is not the request's was written"
             assert ((block == self.expected[key]) | (own & ~live)).all(), "memory differs from the naive copy"
-
-
-# ------------------------------------------------------------------------------------------- the property
 
 
 def check_plan(planned: Plan, max_operation_bytes: int) -> None:

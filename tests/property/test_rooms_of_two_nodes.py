@@ -56,8 +56,6 @@ class RoomsMachine(RuleBasedStateMachine):
             if "still belongs to" in str(refused):
                 raise AssertionError("the engine was told too early that its pages are free") from refused
 
-    # ------------------------------------------------------------------ users
-
     @rule(room=ROOMS, generation=GENERATIONS, tokens=TOKENS, on_prefill=st.booleans())
     def admit(self, room, generation, tokens, on_prefill):
         self.tried(self.world.admit, Owner(room, generation), tokens, on_prefill=on_prefill)
@@ -86,8 +84,6 @@ class RoomsMachine(RuleBasedStateMachine):
         services = (self.world.prefill.service, self.world.decode)
         return Owner(room, 1 + max(service.book.newest_generation(room) for service in services))
 
-    # ------------------------------------------------------------------ prefill engines
-
     @rule(room=ROOMS, engine=PREFILL_ENGINES)
     def begin(self, room, engine):
         self.tried(self.world.begin, engine, room)
@@ -101,8 +97,6 @@ class RoomsMachine(RuleBasedStateMachine):
     @rule(room=ROOMS, engine=PREFILL_ENGINES, well=st.booleans(), again=st.booleans())
     def prefill_engine_ends(self, room, engine, well, again):
         self.tried(self.world.prefill_engine_ends, engine, room, well=well, again=again)
-
-    # ------------------------------------------------------------------ decode engines
 
     @precondition(lambda self: self.world.adopted)
     @rule(room=ROOMS)
@@ -120,8 +114,6 @@ class RoomsMachine(RuleBasedStateMachine):
     @rule(room=ROOMS, engine=DECODE_ENGINES, well=st.booleans())
     def decode_engine_ends(self, room, engine, well):
         self.tried(self.world.decode_engine_ends, engine, room, well=well)
-
-    # ------------------------------------------------------------------ the link, and who dies or is taken for dead
 
     @rule(to_prefill=st.booleans(), count=st.integers(1, 4))
     def deliver(self, to_prefill, count):
@@ -154,8 +146,6 @@ class RoomsMachine(RuleBasedStateMachine):
             self.world.decode_rank_dies()
         else:
             self.world.prefill.kill_worker(rank)
-
-    # ------------------------------------------------------------------ workers
 
     @rule(rank=st.sampled_from(RANKS), count=st.integers(1, 6))
     def worker_reads(self, rank, count):
@@ -206,8 +196,6 @@ class RoomsMachine(RuleBasedStateMachine):
     @rule()
     def things_run_well_for_a_while(self):
         self.world.settle()
-
-    # ------------------------------------------------------------------ time
 
     @rule(seconds=st.sampled_from([5, 5, 5, 55]))
     def time_passes(self, seconds):

@@ -105,8 +105,6 @@ def test_nothing_grows_and_resends_are_bounded(seed, loss):
     assert simulation.frames < 400 * 64 / 2, "the whole window is not sent again for each message"
 
 
-# ------------------------------------------------------------------------------------------- a hostile peer
-
 SETTINGS = DeliverySettings(window=8, max_held=20, give_up_s=30)
 NUMBERS = st.integers(0, 24) | st.integers(0, 2**62)
 

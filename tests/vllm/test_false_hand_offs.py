@@ -189,8 +189,6 @@ def test_false_hand_offs_where_decode_computes_again(fleet: Fleet) -> None:
     assert set(try_all(fleet, kvbridge_connector("mooncake"))) == {RIGHT}
 
 
-# ------------------------------------------------------------------ params that no prefill server has answered
-
 FORGED: dict[str, dict[str, Any]] = {
     "no endpoint": {"prefill": [{"endpoint": "x"}]},
     "no prefill node, and what the room is of": {"prefill": [], "prompt_tokens": 256},

@@ -164,8 +164,6 @@ class SwapInModel:
             filling.launch(self._where.index, stream, GATHER_SHAPES[0])
             torch.cuda.synchronize(self._where)  # `source` must live until then
 
-    # --------------------------------------------------------------------------------------- inside
-
     def _make_pages(self) -> None:
         ids = torch.randperm(self.batch * PAGES, generator=self._random, device=self._where).reshape(self.batch, PAGES)
         ranks = ids.argsort(dim=1).argsort(dim=1)

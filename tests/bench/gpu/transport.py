@@ -100,9 +100,6 @@ def weighted(pages: torch.Tensor, chosen: np.ndarray) -> torch.Tensor:
     return torch.cat([(pages[part.to(pages.device)] * weights).sum(dim=1) for part in parts]).cpu()
 
 
-# ------------------------------------------------------------------------------------------- the writer's process
-
-
 def write(pipe: Connection, told: Told) -> None:
     """Obey until the pipe ends: "transfer" pages or "copy" as many bytes (answers seconds), or tell the "sums" of the pages."""
     with timing.device_memory(LENGTH_BYTES) as address, timing.host_memory(LENGTH_BYTES) as plain, ExitStack() as stack:

@@ -33,9 +33,6 @@ def first_token_s(server: Server, prompt: Sequence[int], transfer: dict[str, Any
     return answer.first_token_s
 
 
-# ------------------------------------------------------------------ transfers
-
-
 def transfers(pairs: Pairs, turns: int) -> list[dict[str, Any]]:
     """Loads of 33 and 100 MB: from the allocation of decode's blocks to the worker's report, and decode's first token."""
     prompts = {tokens: [fresh(tokens) for _ in range(max(AT_ONCE))] for tokens in LENGTHS_TOKENS}
@@ -103,9 +100,6 @@ def scatter(server: Server) -> None:
         list(pool.map(lambda tokens: server.ask(fresh(8), tokens), lengths))
 
 
-# ------------------------------------------------------------------ paired order
-
-
 def overlapped(pairs: Pairs, turns: int) -> dict[str, Any]:
     """From prefill's answer to decode's first token at 100 MB, kvbridge in paired order, and the first token of the whole."""
     after: dict[str, list[float]] = {name: [] for name in CONNECTORS}
@@ -143,9 +137,6 @@ def _paired(measured: Measured, prompt: list[int]) -> tuple[float, float]:
     decode = measured.pair.decode
     handed_s, first_s = together([prefill, lambda: first_token_s(decode, prompt, to_decode)])
     return handed_s, first_s
-
-
-# ------------------------------------------------------------------ hooks, idle processors
 
 
 def hooks(pairs: Pairs, _turns: int) -> dict[str, list[tuple[float, float]]]:
@@ -187,9 +178,6 @@ def idle(pairs: Pairs, turns: int) -> dict[str, Any]:
         for prompt, params in told:
             measured.pair.decode.ask(prompt, 1, transfer=params)
     return {"held": HELD_ROOMS, "seconds": LOOK_S, "cores": found}
-
-
-# ------------------------------------------------------------------ first token at 1 MB
 
 
 def short(pairs: Pairs, turns: int) -> dict[str, Any]:

@@ -265,9 +265,6 @@ async def test_a_noisy_peer_leaves_time_for_others(stage):
     assert set(at_server.refused) <= {"malformed", "duplicate"}
 
 
-# ------------------------------------------------------------------------------------------- addresses and keys
-
-
 @pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:0", "tcp://*:0", "tcp://[::]:0", "tcp://host:0"])
 async def test_leaving_the_machine_needs_keys_and_a_client_with_keys_those_of_its_server(stage, endpoint):
     for make in (lambda: stage.server(endpoint=endpoint), lambda: stage.client(endpoint)):
@@ -307,9 +304,6 @@ async def test_the_unauthenticated_are_refused_and_counted(stage, who):
     await at_client.until(lambda: at_client.refused)
     assert set(at_server.refused) == {"unauthenticated"}
     assert at_server.messages == []
-
-
-# ------------------------------------------------------------------------------------------- connections
 
 
 def open_descriptors():

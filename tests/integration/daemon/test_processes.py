@@ -73,8 +73,6 @@ def test_stop_is_a_term_signal_and_waiting_notices_an_end_before_its_deadline(ch
         wait_for("a miracle", lambda: None, timeout_s=20, watched=[running])
 
 
-# ------------------------------------------------------------------ bound to the parent
-
 CHILD = (
     "import signal, sys, time; from kvbridge.processes import end_with_parent\n"
     "end_with_parent(int(sys.argv[1]), signal.SIGTERM, watch_input=True); print('bound', flush=True); time.sleep(600)"
@@ -124,9 +122,6 @@ def test_one_whose_parent_is_gone_already_does_not_begin() -> None:
     command = [sys.executable, "-c", CHILD, str(os.getppid())]
     child = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False)
     assert child.returncode == EXIT_ORPHANED
-
-
-# ------------------------------------------------------------------ supervised
 
 
 def supervise(tmp_path: Path, on_end: Callable[[ChildEnd], None]) -> SupervisedChild:

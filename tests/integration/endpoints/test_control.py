@@ -40,9 +40,6 @@ def offer(room: int, **changed: Any) -> messages.Offer:
     )
 
 
-# ------------------------------------------------------------------------------------------- offers
-
-
 def test_an_offer_for_an_unknown_room_is_answered_in_the_end_and_its_replay_counts_once(live, met):
     frame = met.frame(offer(8))
     with refuses(live.prefill, "duplicate", 2):
@@ -103,9 +100,6 @@ def test_a_second_offer_for_a_room_is_the_first_ones_business(
     assert "cancelled by its client" in ends(live.prefill, room, "aborted", "aborted")
 
 
-# ------------------------------------------------------------------------------------------- introductions
-
-
 def overlapping(real: messages.NodeDescription) -> dict[str, Any]:
     rank = unpack_rank(real.ranks[0])
     first, second, *others = rank.manifest.regions
@@ -130,9 +124,6 @@ def test_an_introduction_that_cannot_be_true_is_rejected(live, raw, real, change
     assert rejected.code == code, rejected
     assert text in rejected.message
     assert raw.incarnation not in {peer["incarnation"] for peer in status(live.prefill)["peers"]}
-
-
-# ------------------------------------------------------------------------------------------- the decode side
 
 
 def done(room: int, **changed: Any) -> messages.Done:
@@ -166,9 +157,6 @@ def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up
         assert report(live.decode, room)["state"] == "offered"
         peer.send(messages.Drained(room=room, generation=1))
         assert "stopped without having sent everything" in ends(live.decode, room, "failed", "protocol")
-
-
-# ------------------------------------------------------------------------------------------- other releases
 
 
 def test_a_decode_node_of_a_later_release_that_lacks_a_feature_is_met(live, raw, real):

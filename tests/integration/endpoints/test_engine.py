@@ -52,9 +52,6 @@ def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
     assert report(live.prefill, room)["state"] == "completed"
 
 
-# ------------------------------------------------------------------------------------------- verbs
-
-
 def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int) -> None:
     live.write(room, TOKENS, 0, 500)
     with PrefillEngine.attach(live.prefill.runtime_dir) as other:
@@ -64,9 +61,6 @@ def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int
         raises_code("conflict", theirs.finish)
     live.write(room, TOKENS, 500, TOKENS)
     completed(live, room)
-
-
-# ------------------------------------------------------------------------------------------- attaching
 
 
 def test_who_cannot_attach(live: LiveCluster) -> None:

@@ -33,9 +33,6 @@ GROWTH_BYTES = 96 << 20
 """More than a process grows by when it meets each kind of message for the first time, and less than a flood brings."""
 
 
-# ------------------------------------------------------------------------------------------- introductions
-
-
 def interleaved(real: messages.NodeDescription) -> tuple[bytes, ...]:
     """Pairs of regions with endless pages that never touch: to look at each page would take minutes."""
     rank = unpack_rank(real.ranks[0])
@@ -75,9 +72,6 @@ def processor_s(daemon: DaemonProcess) -> float:
     assert daemon.process is not None
     used = psutil.Process(daemon.process.pid).cpu_times()
     return used.user + used.system
-
-
-# ------------------------------------------------------------------------------------------- rooms of others
 
 
 @pytest.mark.parametrize("who", ["a stranger", "a welcomed node"])
@@ -135,9 +129,6 @@ def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster
             peer.send(done.model_copy(update={"amounts": {ComponentKind("c4_kv"): Amount(lane_rows=2**50 + 1)}}))
         peer.sent -= 1
         give_up(live, peer, room)
-
-
-# ------------------------------------------------------------------------------------------- floods
 
 
 def spoiled(source: random.Random, data: bytes) -> bytes:

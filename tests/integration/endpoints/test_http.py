@@ -33,9 +33,6 @@ def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
     return answer.json()
 
 
-# ------------------------------------------------------------------------------------------- capacity
-
-
 @pytest.mark.parametrize(
     ("side", "space", "rooms", "tokens"),
     [("prefill", "full", 1, live_rooms.FULL_PAGES * 256), ("decode", "request", live_rooms.REQUEST_PAGES, 1)],
@@ -71,9 +68,6 @@ def test_a_full_pool_says_when_to_come_back(
     )
     for room in (*held[1:], answer.json()["room"]):
         delete(daemon, room)
-
-
-# ------------------------------------------------------------------------------------------- cancelling
 
 
 def nothing(_live: live_rooms.LiveCluster, _room: int) -> None:
@@ -132,9 +126,6 @@ def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live:
     assert live_rooms.busy_pages(live.decode)["host"] == {"held": len(claimed.tables["host"])}
     live.claimed[room].release()
     assert live_rooms.ends(live.decode, room, "aborted", "aborted") == "enough"
-
-
-# ------------------------------------------------------------------------------------------- tickets
 
 
 def test_a_ticket_leads_to_both_ends(live: live_rooms.LiveCluster) -> None:

@@ -81,8 +81,6 @@ async def test_a_proxy_from_the_environment_is_not_used(monkeypatch):
         assert await client.incarnation(server.url)
 
 
-# ------------------------------------------------------------------------------------------- slow and many callers
-
 SHORT = {"max_request_s": 0.5, "max_connections": 3}
 HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\n"
 

@@ -21,8 +21,6 @@ from tests.integration.life.conftest import (
     worker_pid,
 )
 
-# ------------------------------------------------------------------------------------------- rank workers
-
 
 @ONE_SIDE
 def test_a_killed_worker_fails_its_rooms_and_comes_back(live: LiveCluster, daemon: DaemonProcess) -> None:
@@ -50,9 +48,6 @@ def test_a_killed_worker_fails_its_rooms_and_comes_back(live: LiveCluster, daemo
     assert rank["restarts"] == restarts + 1
     assert metric(daemon, "kvbridge_worker_restarts_total", reason="killed") == restarts + 1
     live.serves()
-
-
-# ------------------------------------------------------------------------------------------- whole daemons
 
 
 @pytest.mark.usefixtures("executed")

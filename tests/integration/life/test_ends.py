@@ -28,8 +28,6 @@ from tests.integration.life.conftest import (
     worker_pid,
 )
 
-# ------------------------------------------------------------------------------------------- signals
-
 
 def listed(live: LiveCluster) -> list[str]:
     return [each["instance"] for each in http("GET", live.cluster.bootstrap, "/v1/instances").json()]
@@ -153,9 +151,6 @@ def clean(folder: Path, *options: str) -> str:
     told = CliRunner(env={"COLUMNS": "300"}).invoke(app, ["clean", "--directory", str(folder), *options])
     assert told.exit_code == 0, told.output
     return told.output
-
-
-# ------------------------------------------------------------------------------------------- starts that cannot be
 
 
 def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:

@@ -16,9 +16,6 @@ from tests.integration.router.fleet import COMPLETION, eventually, fleet, within
 pytestmark = pytest.mark.asyncio
 
 
-# ---------------------------------------------------------------------- clients
-
-
 async def test_a_client_that_leaves_early_ends_both_requests():
     async with fleet(taught=True) as made:
         (prefill,), (decode,) = made.prefill, made.decode
@@ -139,9 +136,6 @@ async def test_a_router_with_a_token_asks_for_it(tmp_path):
         assert made.decode[0].received[0].headers["authorization"] == "Bearer secret"
 
 
-# ---------------------------------------------------------------------- choice, operators, the end
-
-
 async def test_an_ending_router_lets_answers_end_and_takes_no_more():
     async with fleet(taught=True) as made:
         made.prefill[0].gate = asyncio.Event()
@@ -168,9 +162,6 @@ async def test_what_has_not_ended_in_time_is_told_why_it_ends():
         assert b"the router is ending" in content
         await within(made.decode[0].received[0].left)
         await asyncio.wait_for(closing, WAIT_S)
-
-
-# ---------------------------------------------------------------------- the directory
 
 
 async def test_servers_come_from_the_directory_where_nodes_tell_their_engines():

@@ -14,9 +14,6 @@ from tests.integration.router.fleet import CHAT, COMPLETION, fleet, within
 pytestmark = pytest.mark.asyncio
 
 
-# ---------------------------------------------------------------------- the two orders
-
-
 async def test_the_first_request_teaches_addresses_and_the_next_goes_to_both_at_once():
     async with fleet() as made:
         (prefill,), (decode,) = made.prefill, made.decode
@@ -105,9 +102,6 @@ async def test_a_connector_that_draws_its_own_rooms_is_asked_in_plain_order_from
         assert [one.ours["room"] for one in (again, later)] == ["p0-1", "p0-2"]
         assert len(made.prefill[0].received) == 2
         assert "kvbridge" not in made.prefill[0].received[1].params
-
-
-# ---------------------------------------------------------------------- failures
 
 
 def fails_with_status(server: OpenAiServer) -> None:

@@ -77,9 +77,6 @@ def test_each_model_finds_its_own_pair():
         ranking(*fleet, fingerprint="nope")
 
 
-# ----------------------------------------------------------------------------- few are looked at
-
-
 MANY = 4 * DRAWN[0]
 REQUEST = PairRequest(prompt_tokens=1000)
 
@@ -207,9 +204,6 @@ async def test_holders_are_those_of_the_longest_beginnings_and_few():
     assert holders([]) == []
 
 
-# -------------------------------------------------------------------------- who holds the prompt
-
-
 PAGE = 256
 HELD = ModelIdentity(name="tiny", revision="1")
 KEPT_S = 500.0
@@ -235,9 +229,6 @@ def prompt(*parts: tuple[int, int]) -> Keys:
 
 def request(keys: Keys, **more) -> PairRequest:
     return PairRequest(prompt_tokens=len(keys) * PAGE + 1, page_hashes=keys.data, **more)
-
-
-# ------------------------------------------------------------------------------------------- pure
 
 
 def record(registration, *, silent_s: float = 0.0) -> NodeRecord:
@@ -266,9 +257,6 @@ def test_a_note_is_believed_for_as_long_as_its_node_keeps_prefixes(kept_s, silen
 )
 def test_what_became_of_a_guess(chosen, held_tokens, expected):
     assert judge(chosen, held_tokens, {"d1": 3}, ["d1", "d2"]) is expected
-
-
-# ------------------------------------------------------------------------------------------- stores
 
 
 def ticketed(claim: Claim, prefill: str, decode: str) -> Ticket:
@@ -316,9 +304,6 @@ async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypa
         assert await give(world, number, "p1", "d1", [key])
         world.advance(1)
     assert [bool(found) for found in await world.store.noted([A, B, C])] == [True, False, True]
-
-
-# ------------------------------------------------------------------------------------------- pairing
 
 
 async def pairing_of(world, port, *fleet):

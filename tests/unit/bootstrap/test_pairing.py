@@ -183,8 +183,6 @@ async def test_a_wait_longer_than_is_served_is_refused(world, port):
     assert port.calls == []
 
 
-# ------------------------------------------------------------------------------------- page keys, namespaces, models
-
 MATTERS = Retention(priority=3, for_s=60)
 KEYED = PairRequest(room=7, prompt_tokens=1000, namespace="acme", page_hashes=bytes(range(48)), retention=MATTERS)
 ONE, TWO = ModelIdentity(name="v4", revision="1"), ModelIdentity(name="v4", revision="2")
@@ -214,9 +212,6 @@ async def test_pages_of_other_weights_are_never_paired(world, port):
     for lonely in ("p1", "p3"):
         assert not listing[lonely].ready
         assert "the decode side holds 'v4' revision '2'" in listing[lonely].reasons[0]
-
-
-# ----------------------------------------------------------------------------------------- races
 
 
 ROOMS_EACH = 3

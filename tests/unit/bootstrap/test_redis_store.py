@@ -34,9 +34,6 @@ def replicas(world: RedisFleet, port: FakeDaemons) -> list[PairingService]:
     return [PairingService(Directory(store, FakeDaemons()), store, port, **LIMITS) for store in stores]
 
 
-# ------------------------------------------------------------------------------------------ replicas
-
-
 @pytest.mark.asyncio
 async def test_two_incarnations_that_register_at_once_follow_one_another(redis_fleet):
     one, other = Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())
@@ -60,9 +57,6 @@ async def test_namespaces_do_not_see_each_other(redis_fleet):
     stranger = RedisFleet(redis_fleet.server, f"{redis_fleet.namespace}-other")
     async with stranger:
         assert await stranger.store.nodes() == ()
-
-
-# ------------------------------------------------------------------------------- a Redis that goes away
 
 
 @pytest.mark.asyncio
@@ -159,9 +153,6 @@ async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration():
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
         redis_client("gopher://u:hush@x", timeout_s=5.0)
     assert "hush" not in str(raised.value)
-
-
-# ----------------------------------------------------------------------- values of somebody else
 
 
 MEMBER = '["p1","node-0"]'

@@ -119,9 +119,6 @@ def test_a_trace_that_says_nothing_of_prefixes_is_refused(tmp_path):
     assert (result.exit_code, "no request has 'hash_ids'" in result.stderr) == (2, True)
 
 
-# ---------------------------------------------------------------------------------------------- traces
-
-
 def refused(path, **wanted) -> str:
     with pytest.raises(InvalidInputError) as caught:
         read_trace(path, **wanted)
@@ -174,8 +171,6 @@ def test_what_is_missing_is_named(tmp_path):
     short = write_trace(tmp_path / "short", 3)
     assert "has 3 requests, 4 are asked for" in refused(short, count=4)
 
-
-# ---------------------------------------------------------------------------------------------- the simulation
 
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
 

@@ -96,9 +96,6 @@ def test_a_secret_key_among_the_public_ones_is_noticed_and_not_shown(tmp_path):
     assert keys.secret not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------- who is allowed
-
-
 def test_entries_of_both_places_add_up(tmp_path):
     file = tmp_path / "allowed"
     file.write_text(f"# friends\n#\n\n{ONE}\n {TWO}  decode-0  # the first\n{TWO} decode-1\n")

@@ -79,9 +79,6 @@ class Pages:
         return Load(available_pages={"full": self.free}, total_pages={"full": 1000})
 
 
-# ------------------------------------------------------------------------------------------- where a node stands
-
-
 async def test_where_a_node_stands_with_the_directory():
     directory = FakeDirectory()
     announced = announcer(directory)
@@ -133,9 +130,6 @@ async def test_a_problem_is_said_once_and_shown_until_it_is_over(problem, capsys
     assert (announced.problem, announced.refusal) == ("", "")
 
 
-# ------------------------------------------------------------------------------------------- ends
-
-
 @pytest.mark.parametrize("steps", range(4))
 async def test_an_end_that_meets_news_is_an_end(steps):
     """The daemon cancels the heartbeats when it stops, and its readiness may change in the same moment."""
@@ -169,9 +163,6 @@ async def test_who_has_left_does_not_come_back():
             await task
     assert directory.calls[-1] == "deregister"
     assert directory.calls.count("register") == 1
-
-
-# ------------------------------------------------------------------------------------------- news
 
 
 async def test_free_pages_are_told_before_the_next_interval_and_not_without_pause():

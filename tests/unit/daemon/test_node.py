@@ -152,8 +152,6 @@ def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet():
     assert prefill.parts.attached(1, rank).host == ()
 
 
-# ------------------------------------------------------------------------------------------- prefixes of nodes
-
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
 TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
 

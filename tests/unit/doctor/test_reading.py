@@ -161,8 +161,6 @@ def test_the_daemon_itself_is_known_by_role_and_name() -> None:
     assert itself.running("http://d", ours.model_copy(update={"instance": "decode-1"})) == ("", None)
 
 
-# ---------------------------------------------------------------------------------------------- GPUs
-
 FACTS = runtime.DeviceFacts("NVIDIA H200", 132, (9, 0), 141 << 30, 139 << 30)
 
 

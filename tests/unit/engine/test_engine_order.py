@@ -198,8 +198,6 @@ def test_an_engine_without_memory_hears_of_it_after_the_last_event(kind):
     made.close()
 
 
-# ---------------------------------------------------------------------------------------------- page keys
-
 PAGE = GEOMETRY.tokens_per_page
 TOKENS = list(range(2 * PAGE + 1))
 
@@ -235,9 +233,6 @@ def test_the_verbs_carry_them():
     assert [message.type for message in said] == ["admit", "begin", "claim", "claim", "release"]
     assert {message.page_hashes for message in said} == {keys.data}
     assert (said[0].namespace, said[0].retention, said[-1].valid_tokens) == ("acme", keep, len(TOKENS))
-
-
-# ---------------------------------------------------------------------------------------------- parts
 
 
 def painted(kind, room_of, tokens: int, **held: object):

@@ -123,8 +123,6 @@ async def test_a_node_that_requires_what_this_bootstrap_lacks_is_refused_by_name
     assert await client.instances() == ()
 
 
-# ------------------------------------------------------------------------------------------- docs/http-api.md
-
 TEXT = (Path(__file__).parents[3] / "docs" / "http-api.md").read_text()
 
 

@@ -278,8 +278,6 @@ async def test_every_cached_prefix_can_be_dropped(http):
     problem(await http.delete("/v1/prefixes", params={"store": "some"}), 400, "invalid_input")
 
 
-# ------------------------------------------------------------------------------------------- page keys and namespaces
-
 KEYS = bytes(range(32))
 TOKENS = ("plain", "tenant namespaces=acme", "router namespaces=*")
 

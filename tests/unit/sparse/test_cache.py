@@ -40,9 +40,6 @@ def test_what_it_takes_is_what_the_accounts_say():
     assert by_part.total == sum(tensor.nbytes for tensor in tensors)
 
 
-# ------------------------------------------------------------------------------------------- what is refused
-
-
 def pages(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
 
@@ -152,9 +149,6 @@ def test_regions_that_are_not_the_components_are_refused():
         SparseCache(settings(), c4_component("deepseek-v4-flash"), pool.regions, cpu)
     with pytest.raises(InvalidInputError, match="'cpu' or 'cuda:N'"):
         SparseCache(settings(), component, pool.regions, torch.device("meta"))
-
-
-# ------------------------------------------------------------------------------------------- the check itself
 
 
 @pytest.mark.parametrize(

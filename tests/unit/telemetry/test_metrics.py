@@ -132,9 +132,6 @@ def test_requests_are_shown_before_the_first_and_counted_by_route(metrics):
     assert found["kvbridge_http_request_duration_seconds_count", "/v1/requests", "POST"] == 1
 
 
-# ------------------------------------------------------------------ busy time
-
-
 def test_what_overlaps_counts_once():
     busy = BusyTime()
     busy.begin(100.0)

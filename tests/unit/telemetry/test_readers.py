@@ -132,9 +132,6 @@ def test_every_field_that_a_line_shows_is_one_of_its_fact(kind: type[facts.Fact]
     assert kind.seldom in {None, "", *fields}
 
 
-# ------------------------------------------------------------------ the stream
-
-
 def test_every_reader_has_every_fact_in_order_with_its_time() -> None:
     clock = ManualClock(5.0)
     stream = facts.EventStream(clock)

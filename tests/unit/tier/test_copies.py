@@ -78,9 +78,6 @@ def test_pairs_that_follow_each_other_are_joined():
     assert len(joined([pair(1, 5000, 600), pair(601, 5600, 600)])) == 2, "longer than a page's stride"
 
 
-# ---------------------------------------------------------------------------------------------- what a GPU is asked to do
-
-
 class Queue:
     """A device that records its orders, and that is done when a test says so."""
 

@@ -113,9 +113,6 @@ def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
         check_cache(bench.cache)
 
 
-# ------------------------------------------------------------------------------------------- host copies
-
-
 def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(tier):
     owner, other = Owner(NO_ROOM, 90), Owner(NO_ROOM, 91)
     ids = tier.book.reserve(owner, {FULL_COPY: 2}, state=LEASED)[FULL_COPY]
@@ -169,9 +166,6 @@ def test_a_reader_that_cannot_give_up_anything_for_want_of_pages_reads_what_it_r
     tier.end(other)
     tier.cache.shorten(owner, 1, from_checkpoint=False)
     tier.end(owner)
-
-
-# ------------------------------------------------------------------------------------------- retention
 
 
 def claim(priority: int, for_s: float = 30.0, namespace: str = "acme") -> Claim:

@@ -99,8 +99,6 @@ def test_a_result_that_nobody_waits_for_is_taken_back(clock: ManualClock, when: 
     assert told == ([3] if when == "ended" else [None, 3])
 
 
-# ------------------------------------------------------------------------------------------- the pump
-
 LIMITS = WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=0.05)
 
 

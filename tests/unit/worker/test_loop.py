@@ -39,8 +39,6 @@ from tests.helpers.worker_bench import (
     tables,
 )
 
-# ------------------------------------------------------------------------------------------- life
-
 
 def test_a_worker_registers_reports_serves_and_tears_down():
     bench = Bench()
@@ -72,9 +70,6 @@ def test_a_flood_of_messages_does_not_hold_transfers_up(monkeypatch):
     bench.say(*[Heartbeat()] * 10)
     assert len(bench.sent()) == 1
     assert len(bench.link.inbox) == 7
-
-
-# ------------------------------------------------------------------------------------------- orders
 
 
 def test_an_order_is_planned_moved_and_reported():
@@ -140,9 +135,6 @@ def test_a_submission_that_is_refused_waits_for_what_was_submitted_before():
     assert bench.sent()[0].error_code == "invalid_input"
 
 
-# ------------------------------------------------------------------------------------------- closing rooms
-
-
 def test_a_room_of_which_all_was_sent_is_forgotten_without_an_answer():
     bench = ready_bench()
     bench.order()
@@ -159,9 +151,6 @@ def test_closing_a_room_that_never_opened_waits_for_its_orders_all_the_same():
     section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
     bench.say(Send(room=5, generation=1, order=1, section=section), CloseRoom(room=5, generation=1))
     assert [type(one) for one in bench.link.said if not isinstance(one, WorkerProgress)] == [Sent, RoomClosed]
-
-
-# ------------------------------------------------------------------------------------------- peers
 
 
 def test_a_peer_that_cannot_be_reached_is_reported_and_keeps_nothing():
@@ -222,9 +211,6 @@ def test_a_peer_that_has_changed_is_reached_anew_and_what_is_under_way_ends_in_p
     assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(1, ""), (2, "")]
 
 
-# ------------------------------------------------------------------------------------------- peers that do not answer
-
-
 def silent_bench() -> Bench:
     """A bench that is connected to one node, and is connecting to another that does not answer."""
     bench = ready_bench()
@@ -242,9 +228,6 @@ def test_one_rank_that_cannot_be_reached_ends_the_attempt_for_all():
     [connected] = bench.link.take(PeerConnected)
     assert "no route" in connected.error
     assert (bench.transport().peers, bench.transport().given_up) == ([], [b"silent0"])
-
-
-# ------------------------------------------------------------------------------------------- defects
 
 
 @pytest.mark.parametrize("where", ["transport", "layouts"])
@@ -334,9 +317,6 @@ def test_a_transfer_that_cannot_be_aborted_is_waited_for(monkeypatch):
     assert bench.closed == [1]
 
 
-# ------------------------------------------------------------------------------------------- not quiet
-
-
 def test_a_transfer_that_is_not_quiet_is_told_at_once_and_its_room_closed_after_its_transport():
     bench = ready_bench()
     bench.order()
@@ -407,9 +387,6 @@ def test_a_transport_that_cannot_be_replaced_is_told_of_and_given_up():
     assert [answer.error_code for answer in bench.link.take(PeerConnected)] == [""]
 
 
-# ------------------------------------------------------------------------------------------- epochs
-
-
 def test_earlier_endpoints_work_until_they_are_revoked():
     bench = Bench()
     old = bench.transport()
@@ -428,9 +405,6 @@ def test_earlier_endpoints_work_until_they_are_revoked():
     assert revoked.before_epoch == 1
     bench.worker.step()
     assert bench.link.take(EndpointsRevoked) == []
-
-
-# ------------------------------------------------------------------------------------------- points of an engine's GPU
 
 
 def test_an_engine_that_is_gone_fails_its_order_alone(monkeypatch):

@@ -65,9 +65,6 @@ def sends_a_room(bench: Bench, transport: FakeTransport) -> bool:
     return bool(bench.link.take(Heartbeat)) and [sent.error_code for sent in bench.sent()] == [""]
 
 
-# ------------------------------------------------------------------------------------------- successors
-
-
 def test_rooms_go_on_while_endpoints_are_renewed(elsewhere):
     """Registering a pool anew may take minutes, so the node gets new endpoints only when they are there."""
     bench = ready_bench(elsewhere, "one", "two")
@@ -152,9 +149,6 @@ def test_successors_are_taken_up_together_or_not_at_all(elsewhere, monkeypatch):
     assert bench.link.take(worker_messages.WorkerReady) == []
 
 
-# ------------------------------------------------------------------------------------------- closing
-
-
 def revoking_bench(elsewhere: Elsewhere) -> tuple[Bench, FakeTransport]:
     """A bench whose earlier endpoints are being closed."""
     bench = ready_bench(elsewhere)
@@ -225,9 +219,6 @@ def test_a_worker_that_ends_while_a_successor_is_built_closes_that_too(elsewhere
     assert bench.worker.closed
 
 
-# ------------------------------------------------------------------------------------------- a GPU that hangs
-
-
 @pytest.mark.parametrize("error", [None, TransportError("the GPU has fallen off the bus")])
 def test_a_gpu_that_hangs_keeps_no_transport_open_and_no_worker_from_ending(monkeypatch, clock_runs, error):
     """Peers' writers are shut out first; the GPU's own writes end with the process, which the worker asks for."""
@@ -246,9 +237,6 @@ def test_a_gpu_that_hangs_keeps_no_transport_open_and_no_worker_from_ending(monk
         bench.worker.close()
     assert bench.transport().closed
     assert (bench.worker.closed, closed) == (False, [])
-
-
-# ------------------------------------------------------------------------------------------- threads
 
 
 def test_work_is_done_here_when_no_thread_can_be_started(monkeypatch):

@@ -88,9 +88,6 @@ def plan_gqa(pairing: Pairing, tokens: int, ids=None, **changes):
     return plan(pairing, whole(tokens, **changes), tables, tables, max_operation_bytes=limit)
 
 
-# ------------------------------------------------------------------------------------------- flash, by the numbers
-
-
 def test_a_flash_request_of_whole_pages_moves_the_documented_bytes():
     planned = plan(
         flash_pair(),
@@ -112,9 +109,6 @@ def test_a_flash_request_of_whole_pages_moves_the_documented_bytes():
     assert amounts[Kind.SWA_KV].operations == 43 * 2, "128 of 256 slots: values and scales lie apart"
     assert amounts[Kind.C4_KV].lane_rows == 8 * 21 * 64
     assert amounts[Kind.SWA_KV].lane_rows == 43 * 128
-
-
-# ------------------------------------------------------------------------------------------- how operations look
 
 
 def test_page_first_on_both_sides_is_one_operation_for_all_layers():
@@ -146,9 +140,6 @@ def test_long_operations_are_cut_into_equal_aligned_pieces():
     ends = planned.operations.source + lengths
     assert ends[:-1].tolist() == planned.operations.source[1:].tolist()
     assert planned.amounts[Kind.MHA_KV].operations == 3
-
-
-# ------------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

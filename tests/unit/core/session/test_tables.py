@@ -113,9 +113,6 @@ def test_a_table_with_a_hole_is_found(rows, complaint):
         table.check_integrity()
 
 
-# ------------------------------------------------------------------------------------------- messages
-
-
 @pytest.mark.parametrize(("hearing", "side"), [(PREFILL_HEARS, prefill), (DECODE_HEARS, decode)])
 def test_every_state_has_a_row_and_every_word_is_used(hearing, side):
     role = side.__name__.rpartition(".")[2].capitalize()
@@ -140,9 +137,6 @@ def test_words_that_give_pages_back_are_listed_only_where_pages_may_be_touched()
         for said in row.values():
             if said.get(PrefillMessage.ROOM_CLOSED, Meaning.LATE) is not Meaning.LATE:
                 assert state in {PrefillState.ABORTING, PrefillState.FAILING}
-
-
-# ------------------------------------------------------------------------------------------- progress
 
 
 def section(start, stop, layers=None, prefix=0):

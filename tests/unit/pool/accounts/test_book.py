@@ -41,9 +41,6 @@ def test_a_watcher_hears_of_pages_that_are_free_and_of_owners_that_are_gone(book
     assert heard == [("freed", {FULL: 2}, 16), ("gone", B)]
 
 
-# ------------------------------------------------------------------------------------------- adopted spaces
-
-
 @pytest.fixture
 def adopting():
     book = PageBook({HOST: 8}, adopted={FULL: 16})

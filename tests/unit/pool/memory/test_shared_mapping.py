@@ -105,9 +105,6 @@ def test_every_page_is_in_memory_and_the_file_is_private(shm):
         assert stat.S_IMODE(status.st_mode) == 0o600
 
 
-# ------------------------------------------------------------------ limits
-
-
 def group(path: Path, **files: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():

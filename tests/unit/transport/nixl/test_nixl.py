@@ -107,9 +107,6 @@ def no_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "infiniband"
 
 
-# ------------------------------------------------------------------------------- with the real library
-
-
 @pytest.fixture(scope="module")
 def transport():
     made = NixlTransport(NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=1.0, quiet_timeout_s=1.0))
