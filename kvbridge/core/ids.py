@@ -37,6 +37,8 @@ NonNegative = Annotated[int, Field(ge=0, le=2**62)]
 Positive = Annotated[int, Field(ge=1, le=2**62)]
 
 PageIdArray = npt.NDArray[np.int32]
+MOST_PAGES = 262_144
+"""Pages of one space that a message can name: those of a prompt of so many tokens where a page is one token."""
 
 
 class Role(StrEnum):

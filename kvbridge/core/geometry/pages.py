@@ -14,14 +14,12 @@ import numpy as np
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
-from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
-from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable
+from kvbridge.core.ids import MOST_PAGES, IndexSpace, PageIdArray, PageTable, Tables
+from kvbridge.core.wire.messages import WireTable
 
 NO_HOST: frozenset[ComponentKind] = frozenset()
 GROWING_SPACES = (IndexSpace.FULL, IndexSpace.HOST)
 """A page of these is final once its tokens are computed."""
-MOST_PAGES = MAX_TABLE_BYTES // 4
-"""Pages that a table on the wire can name."""
 
 
 def pages_needed(

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry, RowInterval
-from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Tables
+from kvbridge.core.ids import MOST_PAGES, FrozenModel, MemoryKind, NonNegative, Positive, Tables
 from kvbridge.core.plan.operations import AddressArray, Section
 from kvbridge.core.plan.pages import IndexArray, split_rows
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
@@ -29,7 +29,7 @@ from kvbridge.core.plan.planner import pages_to_send
 
 ChecksumArray = npt.NDArray[np.uint32]
 
-MAX_PART_BYTES = 512 * 1024
+MAX_PART_BYTES = 4 * MOST_PAGES
 """Bytes of digests in one message. A page table cannot name more pages of one layer."""
 PIECES_AT_ONCE = 4_096
 """Pieces of several layers that are found together, about."""

@@ -15,6 +15,7 @@ from kvbridge.core.errors import FeatureError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import (
+    MOST_PAGES,
     REQUEST_SPACES,
     FrozenModel,
     IndexSpace,
@@ -31,8 +32,7 @@ from kvbridge.core.prefixes import ModelIdentity
 
 PROTOCOL_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
-MAX_TABLE_BYTES = 4 * 262_144
-"""A quarter of a million pages: a prompt of so many tokens where a page is one token."""
+MAX_TABLE_BYTES = 4 * MOST_PAGES
 MAX_PAGE_HASHES_BYTES = 16 * 65_536
 """Page keys of a request, for 65,536 pages."""
 MAX_ROOM_METADATA_BYTES = 24 * MAX_METADATA_BYTES

@@ -18,8 +18,7 @@ from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import geometry_from_config
-from kvbridge.core.geometry.pages import MOST_PAGES
-from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
+from kvbridge.core.ids import MOST_PAGES, FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.engine.kit.node import refuse
 from kvbridge.engine.kit.tensors import InstanceCache
 

@@ -17,8 +17,7 @@ import pytest
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.pages import MOST_PAGES
-from kvbridge.core.ids import MAX_ROOM, IndexSpace, Rank
+from kvbridge.core.ids import MAX_ROOM, MOST_PAGES, IndexSpace, Rank
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.sglang.metadata import MetadataRows

@@ -11,7 +11,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.pages import MOST_PAGES
 from kvbridge.core.ids import Role
 from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -179,10 +178,13 @@ def test_what_the_node_can_never_be_told_is_not_tried_at_each_step(connector: Mo
     assert vllm.failures == {"invalid_input": 1}
 
 
-def test_blocks_that_no_message_can_name_are_not_published_and_the_request_ends(connector: ModuleType) -> None:
+def test_blocks_that_no_message_can_name_are_not_published_and_the_request_ends(
+    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks of a prompt that is longer than a table, for example. Otherwise they would be held for ever."""
+    monkeypatch.setattr("kvbridge.engine.kit.attachment.to_wire", lambda _: 1 / 0)
     vllm = Vllm(connector, Role.PREFILL)
-    many = [4] * (MOST_PAGES + 1)
+    many = [4] * 20
     asked = request("r", {"do_remote_decode": True, "kvbridge": {"room": "1"}}, tokens=len(many) * PAGE)
     vllm.arrives(asked, many)
     vllm.ends(asked, many)

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ComponentKind as Kind
-from kvbridge.core.ids import IndexSpace as Space, Rank
+from kvbridge.core.ids import MOST_PAGES, IndexSpace as Space, Rank
 from kvbridge.core.plan import digests
 from kvbridge.core.plan.pages import byte_intervals, find_runs
 from kvbridge.core.plan.pairing import Demand, Pairing, Stripe, shortfall
@@ -171,8 +171,12 @@ def put(sums: digests.DigestSums, layers, pages, values, key: digests.DigestKey 
     sums.add(key, np.array(layers), np.array(pages), np.array(values, dtype=np.uint32))
 
 
-def test_a_million_tokens_of_a_large_model_go_into_several_messages():
-    geometry, tokens = flash(), 1 << 20
+@pytest.mark.parametrize(
+    ("geometry", "tokens"),
+    [(flash(), 1 << 21), (gqa(tokens_per_page=1), MOST_PAGES)],
+    ids=["two million tokens of a large model", "as many pages as a table names"],
+)
+def test_digests_go_into_several_messages(geometry, tokens):
     sums = digests.DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
     random = np.random.default_rng(1)
     total = 0
