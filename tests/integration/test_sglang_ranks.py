@@ -67,7 +67,10 @@ class Server:
                 one.begin()
             for one in attached:
                 one.wait(START_S)
-            self.rooms = [Rooms(one, leads=bool(led[rank])) for one, rank in zip(attached, self.ranks, strict=True)]
+            self.rooms = [
+                Rooms(one, leads=bool(led[rank]), holds_back=True)
+                for one, rank in zip(attached, self.ranks, strict=True)
+            ]
             self.look()
             self._closing = stack.pop_all()
         self.close = self._closing.close
