@@ -107,7 +107,9 @@ def _require_supported(role: Role, arguments: Any, parallel: Any) -> None:
     if role is Role.DECODE and parallel.pp_size > 1:
         refuse("decode has one pipeline stage: leave --pp-size at 1 on decode; prefill may have several")
     if arguments.enable_dp_attention:
-        refuse("DP attention has not been run yet: leave --enable-dp-attention out; --dp-size without it makes replicas")
+        refuse(
+            "DP attention has not been run yet: leave --enable-dp-attention out; --dp-size without it makes replicas"
+        )
     if parallel.attn_cp_size > 1:
         refuse(
             "context parallelism spreads the tokens of a page over ranks: leave --attention-context-parallel-size at 1"
