@@ -4,8 +4,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-
 LOOK_S = 10.0
 """For which processors are looked at."""
 
@@ -21,12 +19,12 @@ def milliseconds(values: Sequence[float]) -> list[float]:
 
 def cores(servers: Sequence[Any]) -> float:
     """Return the cores that servers take with their children."""
-    processes = [one for server in servers for one in server.tree()]
-    before_s, begun_s = _busy_s(processes), time.monotonic()
+    before_s, begun_s = busy_s(servers), time.monotonic()
     time.sleep(LOOK_S)
-    return round((_busy_s(processes) - before_s) / (time.monotonic() - begun_s), 4)
+    return round((busy_s(servers) - before_s) / (time.monotonic() - begun_s), 4)
 
 
-def _busy_s(processes: Sequence[psutil.Process]) -> float:
-    times = [one.cpu_times() for one in processes]
+def busy_s(servers: Sequence[Any]) -> float:
+    """Return the seconds of processors that servers have taken with their children."""
+    times = [one.cpu_times() for server in servers for one in server.tree()]
     return sum(each.user + each.system for each in times)

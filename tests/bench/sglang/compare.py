@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench.engines import LOOK_S, cores, in_turn, milliseconds
+from tests.bench.engines import LOOK_S, busy_s, cores, in_turn, milliseconds
 from tests.bench.output import met, spread, table as text
 from tests.engines.prompts import Answer, fresh
 from tests.engines.servers import ROOT, Setup, together, under_way
@@ -51,21 +51,27 @@ def measure(pairs: dict[str, Pair], turns: int) -> dict[str, Any]:
 
 
 def answers(pairs: dict[str, Pair], words: int, turns: int) -> dict[str, Any]:
-    """From the request to both servers until decode's first token, and between its tokens. Both backends answer the same."""
-    first: dict[str, list[float]] = {each: [] for each in pairs}
-    between: dict[str, list[float]] = {each: [] for each in pairs}
+    """From the request to both servers until decode's first token, between its tokens, and the processor time of all processes.
+
+    Both backends answer the same.
+    """
+    first, between, busy = ({each: [] for each in pairs} for _ in range(3))
     for turn in range(turns + 1):
         asked, got = fresh(words), {}
         for each in in_turn(BACKENDS, turn):
+            servers = pairs[each].prefill, pairs[each].decode
+            before_s = busy_s(servers)
             answer = got[each] = streamed(pairs[each], asked)
             if turn:  # the first request of a length is slower on either side
                 first[each].append(answer.first_token_s)
                 between[each].append((answer.seconds - answer.first_token_s) / (ANSWER_TOKENS - 1))
+                busy[each].append(busy_s(servers) - before_s)
         assert len({answer.tokens for answer in got.values()}) == 1, got
     return {
         "words": words,
         "first_token_ms": {each: milliseconds(values) for each, values in first.items()},
         "between_tokens_ms": {each: milliseconds(values) for each, values in between.items()},
+        "processors_ms": {each: milliseconds(values) for each, values in busy.items()},
     }
 
 
@@ -92,6 +98,13 @@ def waiting(pair: Pair) -> float:
     return found
 
 
+WHAT = {
+    "first_token_ms": "first token",
+    "between_tokens_ms": "  between tokens",
+    "processors_ms": f"  processors, with {ANSWER_TOKENS} tokens",
+}
+
+
 def table(found: dict[str, Any]) -> str:
     title = f"Medians and ranges of {found['turns']} turns; the budget is the other's best"
     return text(("", *BACKENDS, "best, times as fast", "median, times as fast", "met"), _rows(found), title)
@@ -99,7 +112,7 @@ def table(found: dict[str, Any]) -> str:
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[object, ...]]:
     for case in found["cases"]:
-        for what, key in (("first token", "first_token_ms"), ("  between tokens", "between_tokens_ms")):
+        for key, what in WHAT.items():
             ours, theirs = (case[key][each] for each in BACKENDS)
             best, usual = min(theirs) / min(ours), median(theirs) / median(ours)
             yield f"{what}, {case['words']:,} words, ms", spread(ours), spread(theirs), best, usual, met(best >= 1)
