@@ -270,6 +270,14 @@ def test_what_waits_is_bounded(count, payload_bytes):
     assert side.delivered == []
 
 
+def test_the_bytes_of_one_peer_count_once_towards_what_all_may_keep(monkeypatch):
+    monkeypatch.setattr(decode_nodes, "MOST_BYTES", 200 * decode_nodes.MESSAGE_BYTES)
+    side = slow()
+    for room in range(1, 151):
+        side.nodes.received(DECODE, offer(room))
+    assert not pick(side.messages, Rejected)
+
+
 def test_an_older_decode_node_is_welcomed_with_what_both_have(monkeypatch):
     side = PrefillSide()
     side.introduce()
