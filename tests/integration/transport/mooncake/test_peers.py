@@ -86,6 +86,7 @@ def test_another_host_with_a_process_at_the_same_port_is_left_alone(silent: sock
     """Ports are drawn from two thousand, so of a few dozen peers two share one."""
     asker = Asker(silent.getsockname()[1])
     _, pending = ask(asker, 0.2)
+    assert asker.waiting.wait(LIMIT_S)  # sockets that are there before the call are left alone anyway
     with socket.create_server(("127.0.0.2", asker.port)) as another, contextlib.ExitStack() as stack:
         mine = stack.enter_context(socket.create_connection(another.getsockname()))
         theirs, _ = another.accept()
