@@ -94,6 +94,8 @@ def main() -> int:
     workers = given.workers or min(8, len(os.sched_getaffinity(0)))
     suites = [suite for suite in (*SUITES, UNIT) if suite.name in given.only] if given.only else SUITES
     suites = [suite for suite in suites if given.all or suite.short is not None]
+    if not suites:
+        parser.error(f"{', '.join(given.only)}: only --all has cases of it")
     print(f"===== {', '.join(suite.name for suite in suites)}: SEED={seed} WORKERS={workers} =====", flush=True)
 
     def run(suite: Suite) -> Outcome:
