@@ -66,6 +66,7 @@ class _Base:
 class _Results:
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
+    failed_recving: set[str] | None = None
 
 
 class _Stats:
@@ -85,6 +86,7 @@ def _modules() -> dict[str, ModuleType]:
             "KVConnectorRole": KVConnectorRole,
             "KVConnectorTransferResults": _Results,
             "KVConnectorWorkerMetadata": empty,
+            "SupportsHMA": type("SupportsHMA", (), {}),
         },
         f"{base}.metrics": {"KVConnectorPromMetrics": empty, "KVConnectorStats": _Stats},
         "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(P2P=1)},
@@ -190,11 +192,7 @@ class Vllm:
 
     def __init__(self, module: ModuleType, role: Role) -> None:
         self.node = Node(role)
-        cache = SimpleNamespace(
-            kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE))],
-            transfer_group_index_by_layer={},
-            transfer_group_ids=(0,),
-        )
+        cache = cache_config(FullAttentionSpec(PAGE))
         config = vllm_config("kv_producer" if role is Role.PREFILL else "kv_consumer")
         self.scheduler = module.KvbridgeConnector(config, KVConnectorRole.SCHEDULER, cache)
         self.worker = module.KvbridgeConnector(config, KVConnectorRole.WORKER, cache)
@@ -207,7 +205,7 @@ class Vllm:
         self.rooms.look()
         self.waiting: dict[str, Any] = {}
         """Requests that wait for a load, or whose blocks are held, until that is reported."""
-        self.unfilled: set[int] = set()
+        self.failed: set[str] = set()
         self.failures: dict[str, int] = {}
         """Counted by both connectors."""
 
@@ -220,7 +218,7 @@ class Vllm:
         """A request comes and is scheduled at once, with all the blocks that it needs."""
         self.scheduler.on_new_request(request)
         if request.abort_immediately:
-            self.scheduler.request_finished(request, [])
+            self.scheduler.request_finished_all_groups(request, ([],))
             return
         tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert is_async == (tokens > 0)
@@ -232,7 +230,7 @@ class Vllm:
     def ends(self, request: Any, blocks: list[int], status: Status = Status.FINISHED_LENGTH_CAPPED) -> Any:
         """A request ends; returns the `kv_transfer_params` of its answer."""
         request.status = status
-        held, answer = self.scheduler.request_finished(request, blocks)
+        held, answer = self.scheduler.request_finished_all_groups(request, (blocks,))
         if held:
             self.waiting[request.request_id] = request
         return answer
@@ -244,7 +242,7 @@ class Vllm:
             self.worker._connector_metadata = self.scheduler.build_connector_meta(output)
             self.worker.start_load_kv(None)
             over = self.worker.get_transfer_results(set())
-            self.unfilled |= self.worker.get_block_ids_with_load_errors()
+            self.failed |= over.failed_recving or set()
             received, sent = over.finished_recving or set(), over.finished_sending or set()
             for reported in (*received, *sent):
                 del self.waiting[reported]  # vLLM ends of a report too many
@@ -277,7 +275,27 @@ def request(name: str, params: Any, *, tokens: int = 2 * PAGE, refused: bool = F
         status=None,
         num_computed_tokens=0,
         num_in_flight_tokens=0,
+        skip_reading_prefix_cache=False,
     )
+
+
+@dataclass
+class FullAttentionSpec:
+    """vLLM's class of this name, of which our connector reads the names of classes and these fields."""
+
+    block_size: int
+
+
+def cache_config(*specs: Any, **more: Any) -> Any:
+    """A KVCacheConfig with one group for each spec."""
+    each = {"host_resident": False, "enable_kv_transfer": True}
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{number}.attn"], **each)
+        for number, spec in enumerate(specs)
+    ]
+    facts = {"num_blocks": 8, "kv_cache_layout": "LBHNC", "transfer_group_index_by_layer": {}}
+    ids = tuple(range(len(specs)))
+    return SimpleNamespace(kv_cache_groups=groups, transfer_group_ids=ids, **facts | more)
 
 
 def vllm_config(kv_role: str, extra: dict[str, Any] | None = None, *, speculative: Any = None, **parallel: int) -> Any:

@@ -45,8 +45,8 @@ class Job:
     in_flight: int = 0
     """Computed blocks with output that the scheduler has not read."""
     preempted: bool = False
-    unfilled: int | None = None
-    """The first block that a load has not filled."""
+    failed: bool = False
+    """Whether its load has failed."""
     to_generate: int = TO_GENERATE
 
 
@@ -140,7 +140,7 @@ class Engine:
 
     def unused(self) -> list[int]:
         known = set(self.known.values())
-        return sorted((one for one in range(self.count) if not self.readers[one]), key=lambda one: one in known)
+        return sorted((one for one in range(1, 1 + self.count) if not self.readers[one]), key=lambda one: one in known)
 
     def take(self, count: int) -> list[int]:
         fresh = self.unused()[:count]
@@ -191,7 +191,7 @@ class Engine:
         self.events.clear()
         self.reports.start(metadata)
         self.forward()
-        self.update(*self.reports.results(), self.reports.unfilled_blocks())
+        self.update(*self.reports.results())
         for rank, closed in enumerate(self.closed):
             self.scheduler.closed(rank, self.rooms.role, closed)
             closed.clear()
@@ -204,9 +204,9 @@ class Engine:
             if name not in self.scheduled:
                 continue
             job = self.requests[name]
-            done = min(job.computed * self.block, job.request.prompt_tokens)
-            known = min((job.computed - job.in_flight) * self.block, job.request.prompt_tokens)
-            rooms.computed(name, done, done - known, tuple(job.blocks))
+            done = min(job.computed * self.block, job.request.tokens)
+            known = min((job.computed - job.in_flight) * self.block, job.request.tokens)
+            rooms.computed(name, done, done - known, (job.blocks,))
 
     def schedule(self) -> None:
         self.scheduled = []
@@ -223,7 +223,7 @@ class Engine:
             job = self.requests[name]
             if job.status is Status.LOADED:
                 self.resume(name, job)
-            elif job.status is Status.WAITING and not full:
+            if job.status is Status.WAITING and not full:
                 full = len(self.running) >= MOST_RUNNING or not self.admit(name, job)
 
     def grow(self, name: str) -> bool:
@@ -258,7 +258,7 @@ class Engine:
 
     def admit(self, name: str, job: Job) -> bool:
         hits = []
-        for label in job.labels[: (job.request.prompt_tokens - 1) // self.block]:
+        for label in job.labels[: (job.request.tokens - 1) // self.block]:
             if label not in self.known:
                 break
             hits.append(self.known[label])
@@ -276,9 +276,9 @@ class Engine:
         spare = [self.take(1)[0]] if external and len(self.unused()) > 1 else []
         job.blocks += spare
         if decode is not None:
-            decode.allocated(job.request, tuple(job.blocks), external)
+            decode.allocated(job.request, (job.blocks,), external)
         if external:
-            assert external == job.request.prompt_tokens - local
+            assert external == job.request.tokens - local
             job.status = Status.LOADING
             self.seen["loads"] += 1
             self.seen["loads behind hits"] += bool(hits)
@@ -293,12 +293,12 @@ class Engine:
         job.status, job.preempted = Status.RUNNING, False
 
     def resume(self, name: str, job: Job) -> None:
-        if job.unfilled is not None and not self.recompute:
-            self.seen["failed by policy"] += 1
-            self.finish(name, well=False)
+        if job.failed:
+            self.free(job)
+            job.status, job.computed, job.failed = Status.WAITING, 0, False
             return
-        job.computed = len(job.labels) if job.unfilled is None else job.unfilled
-        self.rooms.allocated(job.request, tuple(job.blocks), 0)  # only decode loads
+        job.computed = len(job.labels)
+        self.rooms.allocated(job.request, (job.blocks,), 0)  # only decode loads
         self.know(job)
         self.run(name, job)
 
@@ -316,17 +316,19 @@ class Engine:
 
     # ------------------------------------------------------------------ what vLLM makes of a step's output
 
-    def update(self, sent: set[str], received: set[str], unfilled: set[int]) -> None:
+    def update(self, sent: set[str], received: set[str], failed: set[str]) -> None:
         for name in [one for one in self.scheduled if one in self.running]:
             job = self.requests[name]
             done = job.computed == len(job.labels)
             if done and (job.request.is_for_another or job.to_generate <= 0):
                 self.finish(name, well=True)
-        loading = {name for name in received if name in self.requests}
-        of_loads = {one for name in loading for one in self.requests[name].blocks}
-        assert unfilled <= of_loads, "blocks are called unfilled that belong to no load of this step"
+        assert failed <= received, "a load is called failed that is not over"
+        for name in sorted(failed):
+            if self.requests[name].status is Status.LOADING and not self.recompute:
+                self.seen["failed by policy"] += 1
+                self.finish(name, well=False)
         for name in sorted(received):
-            self.received(name, unfilled)
+            self.received(name, name in failed)
         for name in sorted(sent):
             assert name in self.requests, f"{name} is reported as sent, and unknown"
             job = self.requests[name]
@@ -335,17 +337,15 @@ class Engine:
             self.free(self.requests.pop(name))
         self.scheduler.reported(received, sent)
 
-    def received(self, name: str, unfilled: set[int]) -> None:
+    def received(self, name: str, failed: bool) -> None:
         assert name in self.requests, f"{name} is reported as received, and unknown"
         job = self.requests[name]
-        bad = [index for index, one in enumerate(job.blocks) if one in unfilled]
         if job.status is Status.FINISHED:
             self.free(self.requests.pop(name))
             return
         assert job.status is Status.LOADING, f"{name} is reported as received, and {job.status.name}"
-        job.status, job.unfilled = Status.LOADED, (bad[0] if bad else None)
-        if bad:
-            assert bad == list(range(job.computed, len(job.labels))), "all blocks of a load that failed, and no others"
+        job.status, job.failed = Status.LOADED, failed
+        if failed:
             self.seen["failed loads"] += 1
         else:
             self.seen["good loads"] += 1
@@ -355,8 +355,8 @@ class Engine:
     def finish(self, name: str, *, well: bool) -> None:
         job = self.requests[name]
         loading = job.status is Status.LOADING
-        blocks = tuple(job.blocks[: job.computed])
-        delayed, params = self.scheduler.finished(job.request, blocks, well=well)
+        blocks = job.blocks[: job.computed]
+        delayed, params = self.scheduler.finished(job.request, (blocks,), well=well)
         for names in (self.queue, self.running):
             if name in names:
                 names.remove(name)

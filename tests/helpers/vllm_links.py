@@ -14,6 +14,7 @@ from kvbridge.core.ids import Role
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.vllm.groups import CacheGroup, CacheGroups, GroupKind
 from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
 from kvbridge.engine.vllm.requests import Instance
 from kvbridge.engine.vllm.stats import TransferStats
@@ -24,7 +25,8 @@ ADDRESS = PeerAddress(endpoint=NODE_ADDRESS.endpoint)
 
 def instance(*roles: Role, block_tokens: int, tp_size: int = 1, **more: Any) -> Instance:
     facts = {"facts": {"model": "tiny"}, "kv_heads": 4, "latent": False, "engine_id": "e"}
-    return Instance(roles=roles, tp_size=tp_size, pp_size=1, block_tokens=block_tokens, **facts | more)
+    groups = CacheGroups((CacheGroup(GroupKind.FULL, block_tokens),), {}, BLOCKS)
+    return Instance(roles=roles, tp_size=tp_size, pp_size=1, **{"groups": groups} | facts | more)
 
 
 def attach(attachment: NodeAttachment, link: Any, incarnation: str) -> None:

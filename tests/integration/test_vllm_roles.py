@@ -57,7 +57,7 @@ class Vllm:
         self.scheduler.start(dict(zip(ranks, told, strict=True)))
         self.sent: list[str] = []
         self.received: list[str] = []
-        self.unfilled: list[int] = []
+        self.failed: list[str] = []
 
     def step(self) -> None:
         """The calls of vLLM, in its order."""
@@ -65,13 +65,13 @@ class Vllm:
         said = self.scheduler.step()
         for worker in self.workers:
             worker.start(said)
-            sent, received = worker.results()
-            self.unfilled += sorted(worker.unfilled_blocks())
+            sent, received, failed = worker.results()
             for role, nodes in worker.closed_here().items():
                 self.scheduler.closed(worker.number, role, nodes)
             self.scheduler.reported(received, sent)
             self.sent += sent
             self.received += received
+            self.failed += failed
         time.sleep(0.001)
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class Vllm:
         request = Request(f"load-{uuid.uuid4()}", PROMPT, digest, params)
         self.scheduler.arrived(request)
         assert self.scheduler.decode.matched_tokens(request, 0) == PROMPT
-        self.scheduler.decode.allocated(request, blocks, PROMPT)
+        self.scheduler.decode.allocated(request, (blocks,), PROMPT)
         assert self.scheduler.decode.matched_tokens(request, 0) == 0
         return request.id
 
@@ -108,7 +108,7 @@ class Vllm:
         """A request that has been computed for somebody else."""
         request = Request(f"hold-{uuid.uuid4()}", PROMPT, b"p", HOLD)
         self.scheduler.arrived(request)
-        held, params = self.scheduler.finished(request, blocks, well=True)
+        held, params = self.scheduler.finished(request, (blocks,), well=True)
         assert held
         assert params is not None
         return request.id, params
@@ -137,51 +137,51 @@ def step_until(engines: list[Vllm], done: Any, what: str) -> None:
 def cross(source: Vllm, target: Vllm) -> None:
     """One request in plain order."""
     before = target.blocks(*range(BLOCKS)).clone()
-    held, params = source.hold([5, 0, 3])
+    held, params = source.hold([5, 4, 3])
     loaded = target.load(params, [2, 6, 1])
     step_until([source, target], lambda: loaded in target.received and held in source.sent, "a request that crosses")
-    assert not target.unfilled
-    assert torch.equal(target.blocks(2, 6, 1), source.blocks(5, 0, 3))
+    assert not target.failed
+    assert torch.equal(target.blocks(2, 6, 1), source.blocks(5, 4, 3))
     assert torch.equal(target.blocks(0, 3, 4, 5), before[:, [0, 3, 4, 5]])
 
 
 def refused(source: Vllm, target: Vllm) -> None:
     """A room that prefill does not hold fails soon, and another prompt does not get one that it holds."""
-    held, params = source.hold([5, 0, 3])
+    held, params = source.hold([5, 4, 3])
     unknown = params | {"kvbridge": params["kvbridge"] | {"room": str(int(params["kvbridge"]["room"]) ^ 1)}}
     for wrong, digest in ((unknown, b"p"), (params, b"another")):
         target.received.clear()
-        target.unfilled.clear()
+        target.failed.clear()
         loaded = target.load(wrong, [2, 6, 1], digest)
         step_until([target], lambda loaded=loaded: target.received == [loaded], "a load that was refused")
-        assert target.unfilled == [1, 2, 6]
+        assert target.failed == [loaded]
     assert held not in source.sent
-    target.unfilled.clear()
+    target.failed.clear()
 
 
 def node_dies(role: Role, source: Vllm, target: Vllm) -> None:
     """Kill a node: its loads and held requests end."""
     if role is Role.PREFILL:
-        held, _ = source.hold([5, 0, 3])
+        held, _ = source.hold([5, 4, 3])
         source.step()
         os.kill(source.node_pid(role), signal.SIGKILL)
         step_until([source], lambda: held in source.sent, "a request that was held by a dead node")
         return
-    address = source.hold([5, 0, 3])[1]["kvbridge"]["prefill"]
+    address = source.hold([5, 4, 3])[1]["kvbridge"]["prefill"]
     params = {"do_remote_prefill": True, "kvbridge": {"room": "77", "prefill": address}}
     loaded = target.load(params, [2, 6, 1])  # it waits: nobody said that the room is held
     target.step()
     os.kill(target.node_pid(role), signal.SIGKILL)
     step_until([target], lambda: loaded in target.received, "a load of a dead node")
-    assert target.unfilled == [1, 2, 6]
-    target.unfilled.clear()
+    assert target.failed == [loaded]
+    target.failed.clear()
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, kept(Role.DECODE, False)])
 def test_prompts_cross_also_after_a_node_has_died_and_nothing_is_left(role: Role, runtime_home: Path) -> None:
     with vllms((Role.PREFILL,), (Role.DECODE,), tp_sizes=(1, 2)) as (source, target):
         cross(source, target)
-        assert counted(target) == source.blocks(5, 0, 3).nbytes
+        assert counted(target) == source.blocks(5, 4, 3).nbytes
         refused(source, target)
         victim = source if role is Role.PREFILL else target
         first, rooms = victim.node_pid(role), victim.rooms(role)

@@ -272,7 +272,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             return
         self.pair.come_to_rest()
         for side in self.pair.sides:
-            assert sorted(side.engine.unused()) == list(range(BLOCKS))
+            assert sorted(side.engine.unused()) == list(range(1, 1 + BLOCKS))
             side.node_comes_back()
             for _ in range(2):  # ranks say what they have closed, and then it is said to all of them
                 side.engine.step()

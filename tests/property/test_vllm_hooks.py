@@ -110,7 +110,7 @@ def test_params_that_no_prefill_has_answered_are_computed_here_and_counted(conne
     vllm = Vllm(connector, Role.DECODE)
     live(vllm, "r", params, refused=refused)
     assert vllm.failures == {"invalid_input": 1}
-    assert not vllm.unfilled
+    assert not vllm.failed
     assert vllm.rooms.idle
     assert not list(vllm.node.bench.service.book)
 
@@ -126,5 +126,5 @@ def test_a_prefill_node_that_is_not_there_is_waited_for_by_the_node_and_refused_
     vllm.ends(asked, BLOCKS, Status.FINISHED_ABORTED)
     vllm.steps()
     assert not vllm.waiting
-    assert vllm.unfilled == set(BLOCKS)
+    assert vllm.failed == {"r"}
     assert vllm.failures == {"aborted": 1}

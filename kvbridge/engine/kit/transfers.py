@@ -51,11 +51,6 @@ def prompt_digest(
     return digest.digest()
 
 
-def room_tokens(prompt_tokens: int, block_tokens: int) -> int:
-    """Return the tokens of a room for a prompt: whole blocks, because only the engine knows the order inside a block."""
-    return -(-prompt_tokens // block_tokens) * block_tokens
-
-
 def full_tables(blocks: Sequence[int], first: int) -> Tables:
     """Return a prompt's blocks, from block `first` on, as tables."""
     return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(blocks, dtype=np.int32), first)}
@@ -71,8 +66,8 @@ class Transfer:
     """Incarnation of our node that knows of it."""
     generation: int = 1
     """Attempt at the room. Prefill begins a new one when it computes the prompt again."""
-    blocks: tuple[int, ...] | None = None
-    """All blocks that a load may write; None: the room reads."""
+    is_load: bool = False
+    """Whether the room fills blocks of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +87,8 @@ class ServedRole:
     """A rank's tensors, served to the node of one role, and the reports of their transfers. For the worker's thread only.
 
     A transfer is reported when nobody moves bytes of it any more: at the last event of its room, when the node refused it, or when
-    every rank has closed the transports that the node had. Blocks of a failed load are reported all together and in the same step,
-    because nothing of a room can be read before all of it is there.
+    every rank has closed the transports that the node had. A load fails as a whole, because nothing of a room can be read before
+    all of it is there.
     """
 
     def __init__(
@@ -115,7 +110,6 @@ class ServedRole:
         self._early: OrderedDict[tuple[int, int], RoomEvent] = OrderedDict()
         self._all_closed: set[str] = set()
         """Incarnations of the node for which no rank moves a byte any more."""
-        self._unfilled: set[int] = set()
 
     @property
     def idle(self) -> bool:
@@ -153,7 +147,7 @@ class ServedRole:
 
     def _ended(self, event: RoomEvent) -> None:
         transfer = self._under_way[event.room]
-        if event.code == WITHDRAWN and transfer.blocks is not None:
+        if event.code == WITHDRAWN and transfer.is_load:
             # The scheduler's process gets this event as well. It fetches the next generation, or says that it does not.
             following = self._under_way[event.room] = replace(transfer, generation=transfer.generation + 1)
             self._look_back(following)
@@ -166,20 +160,16 @@ class ServedRole:
         if transfer is not None:
             self._over.append((transfer, reason))
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """Return the requests that are sent and those that are received since the last call. Ask `unfilled_blocks` after it."""
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """Return the requests since the last call that are sent, those whose load is over, and of the latter those that failed."""
         over, self._over = self._over, []
         for transfer, reason in over:
             if reason:
-                what = "hold_ended" if transfer.blocks is None else "load_failed"
+                what = "load_failed" if transfer.is_load else "hold_ended"
                 log.warning(what, request=transfer.request, room=transfer.room, reason=reason)
-                self._unfilled.update(transfer.blocks or ())
-        sent = {transfer.request for transfer, _ in over if transfer.blocks is None}
-        return sent, {transfer.request for transfer, _ in over} - sent
-
-    def unfilled_blocks(self) -> set[int]:
-        blocks, self._unfilled = self._unfilled, set()
-        return blocks
+        received = {transfer.request for transfer, _ in over if transfer.is_load}
+        failed = {transfer.request for transfer, reason in over if transfer.is_load and reason}
+        return {transfer.request for transfer, _ in over} - received, received, failed
 
     def look_at_step(self) -> None:
         """Take the node's events and the rank worker's ends. Seldom while nothing is under way."""

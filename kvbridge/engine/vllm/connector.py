@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -147,7 +148,7 @@ class KvbridgePromMetrics(KVConnectorPromMetrics):
             self._failures.labels(*self.per_engine_labelvalues[engine_idx], code).inc(count)
 
 
-class KvbridgeConnector(KVConnectorBase_V1):
+class KvbridgeConnector(KVConnectorBase_V1, SupportsHMA):
     """The class that vLLM finds by its name, or by `kv_connector_module_path`."""
 
     _cache_hit_source = CacheHitSource.P2P
@@ -213,16 +214,42 @@ class KvbridgeConnector(KVConnectorBase_V1):
     def on_new_request(self, request: Any) -> None:
         if not request.kv_transfer_params:
             return
-        refused = Request(request.request_id, request.num_prompt_tokens, b"", request.kv_transfer_params)
+        refused = Request(request.request_id, 0, b"", request.kv_transfer_params)
         told = None
         if not request.abort_immediately:
             with self.guard.over("computed_here", request.request_id):
-                told = _told(request)
+                told = self._told(request)
         if told is None:
             self._scheduler.declined(refused)  # a request that the API has refused comes aborted, with another prompt
             return
         self._requests[request.request_id] = request, told
         self._scheduler.arrived(told)
+
+    def _told(self, request: Any) -> Request | None:
+        """Copy a request of vLLM; None when there is nothing to move for it. For another engine, leave its last tokens out.
+
+        Raises InvalidInputError when its prompt has more than tokens.
+        """
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            raise InvalidInputError("its prompt has embeddings, which are not compared")
+        groups, adapter = self._instance.groups, request.lora_request
+        tokens = groups.tokens(request.num_prompt_tokens)
+        # A prompt with logprobs of its own is computed whole on both sides.
+        if not tokens or (groups.step_back and request.skip_reading_prefix_cache):
+            return None
+        digest = prompt_digest(
+            request.prompt_token_ids,
+            adapter="" if adapter is None else f"{adapter.lora_name}@{adapter.lora_path}",
+            inputs=tuple(feature.identifier for feature in request.mm_features),
+            salt=request.cache_salt or "",
+        )
+        told = Request(request.request_id, tokens, digest, request.kv_transfer_params)
+        if told.is_for_another and Role.PREFILL in self._instance.roles and tokens < request.num_prompt_tokens:
+            del request._all_token_ids[tokens:]  # noqa: SLF001 - as vLLM's own connectors do
+            request.prompt_token_ids = request.prompt_token_ids[:tokens]  # of others, too
+            # A second token would move the window or the state.
+            request.num_prompt_tokens, request.max_tokens = tokens, 1
+        return told
 
     @hook(lambda: (0, False), of_request=True)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -238,10 +265,12 @@ class KvbridgeConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         known, rooms = self._requests.get(request.request_id), self._scheduler.decode
         if known is not None and rooms is not None:
-            rooms.allocated(known[1], blocks.get_block_ids()[0], num_external_tokens)
+            rooms.allocated(known[1], blocks.get_block_ids(), num_external_tokens)
 
     @hook(lambda: (False, None), of_request=True)
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return False, None
@@ -264,7 +293,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
                 groups = state.get_block_ids(request)
                 if groups is not None:
                     known = self._requests[request][0]
-                    rooms.computed(request, known.num_computed_tokens, known.num_in_flight_tokens, groups[0])
+                    rooms.computed(request, known.num_computed_tokens, known.num_in_flight_tokens, groups)
 
     @hook(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -297,7 +326,8 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ours = {name: tensor for name, tensor in kv_caches.items() if name in self._layers}
-        self._handshake = KvbridgeHandshake(self._worker.register(ours, _facts(self._vllm_config, ours)))
+        facts = _facts(self._vllm_config, ours, self._instance.groups.block_tokens)
+        self._handshake = KvbridgeHandshake(self._worker.register(ours, facts))
 
     def unregister_kv_caches(self) -> None:
         """Let go of the tensors before vLLM sleeps (0.33). An error keeps vLLM from sleeping: see `Worker.unregister`."""
@@ -326,12 +356,8 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        sent, received = self._worker.results()
-        return KVConnectorTransferResults(finished_sending=sent, finished_recving=received)
-
-    @hook(set)
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.unfilled_blocks()
+        # Failures are told by request: with several groups, vLLM ends of blocks that are reported.
+        return KVConnectorTransferResults(*self._worker.results())
 
     @hook(nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
@@ -340,27 +366,13 @@ class KvbridgeConnector(KVConnectorBase_V1):
         return KvbridgeWorkerMetadata({worker.number: closed}) if closed else None
 
 
-def _told(request: Any) -> Request:
-    """Copy a request of vLLM. Raises InvalidInputError when its prompt has more than tokens."""
-    if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        raise InvalidInputError("its prompt has embeddings, which are not compared")
-    adapter = request.lora_request
-    digest = prompt_digest(
-        request.prompt_token_ids,
-        adapter="" if adapter is None else f"{adapter.lora_name}@{adapter.lora_path}",
-        inputs=tuple(feature.identifier for feature in request.mm_features),
-        salt=request.cache_salt or "",
-    )
-    return Request(request.request_id, request.num_prompt_tokens, digest, request.kv_transfer_params)
-
-
 def _this_rank() -> Rank:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group  # noqa: PLC0415 - groups are of workers only
 
     return Rank(pp=get_pp_group().rank_in_group, tp=get_tp_group().rank_in_group)
 
 
-def _facts(vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _facts(vllm_config: Any, tensors: Mapping[str, torch.Tensor], block_tokens: int) -> dict[str, str]:
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415 - heavy
 
     backends = get_current_attn_backends(vllm_config, list(tensors))
@@ -369,6 +381,5 @@ def _facts(vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, s
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - for processors only
 
         model, cache = vllm_config.model_config, vllm_config.cache_config
-        block_tokens = next(iter(tensors.values())).shape[2]
         facts["cpu_isa"] = _get_attn_isa(model.dtype, block_tokens, model.get_head_size(), cache.cache_dtype)
     return facts

@@ -17,7 +17,8 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Fetch as FetchCall, Provide, RoomEvent
-from kvbridge.engine.kit.transfers import Transfer, full_tables, room_tokens
+from kvbridge.engine.kit.transfers import Transfer, full_tables
+from kvbridge.engine.vllm.groups import RoomBlocks
 from kvbridge.engine.vllm.requests import Instance, Request, Source, source_of
 from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 
@@ -44,12 +45,13 @@ class Fetch:
 
     request: Request
     source: Source
+    order: RoomBlocks
     state: FetchState = FetchState.INTENDED
     generation: int = 1
     provided: int = 0
     """Generation that has got the blocks."""
     blocks: tuple[int, ...] = ()
-    """Named blocks, from the prompt's block `first` on."""
+    """Named blocks, from the room's page `first` on."""
     first: int = 0
     refused: str = ""
     """Reason why no bytes will come; empty: they may come."""
@@ -107,7 +109,7 @@ class DecodeRooms(RoomsOfRole):
     def _fetch(self, fetch: Fetch) -> None:
         """Fetch the room, into our blocks if there are any. Without a node, withdraw it later."""
         named = _named(
-            room_tokens(fetch.request.prompt_tokens, self._block_tokens),
+            len(fetch.order) * self._page_tokens,
             fetch.request.prompt_digest,
             fetch.source.prefill,
             fetch.generation,
@@ -118,7 +120,7 @@ class DecodeRooms(RoomsOfRole):
             **named,
             held=fetch.source.held and fetch.generation == 1,
             tables=full_tables(fetch.blocks, fetch.first) if fetch.state is FetchState.STARTED else None,
-            prefix_tokens=fetch.first * self._block_tokens,
+            prefix_tokens=fetch.first * self._page_tokens,
         )
         if not told:
             fetch.refused = NO_NODE
@@ -149,7 +151,7 @@ class DecodeRooms(RoomsOfRole):
             return
         self._require_allowed(source)
         self._require_new(source.room)
-        fetch = self._of[request.id] = Fetch(request, source)
+        fetch = self._of[request.id] = Fetch(request, source, self._groups.of(request.tokens))
         self._fetch(fetch)
 
     def declined(self, request: Request) -> None:
@@ -180,12 +182,12 @@ class DecodeRooms(RoomsOfRole):
         0 once blocks were named, also after a failed load and after preemption.
         """
         fetch = self._of.get(request.id)
-        if fetch is None or fetch.state is not FetchState.INTENDED or computed_tokens % self._block_tokens:
+        if fetch is None or fetch.state is not FetchState.INTENDED or computed_tokens % self._groups.block_tokens:
             return 0
-        return max(0, request.prompt_tokens - computed_tokens)
+        return max(0, request.tokens - computed_tokens)
 
-    def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
-        """Blocks are allocated: all blocks of the request, from the prompt's first on.
+    def allocated(self, request: Request, blocks: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """Blocks are allocated: all blocks of the request, for each group from the prompt's first on.
 
         `external_tokens`: tokens to load. vLLM calls this once more when they are there.
         """
@@ -197,25 +199,24 @@ class DecodeRooms(RoomsOfRole):
             fetch.state = FetchState.OVER
             self._give_up(room, "decode has all of the prompt")
             return
-        fetch.first = (request.prompt_tokens - external_tokens) // self._block_tokens
-        pages = room_tokens(request.prompt_tokens, self._block_tokens) // self._block_tokens
-        # Never count from the end: blocks may follow those of the prompt.
-        fetch.blocks = tuple(blocks[fetch.first : pages])
+        fetch.first = fetch.order.within(request.tokens - external_tokens)
+        fetch.blocks = fetch.order.pick(blocks, fetch.first)
         fetch.state, fetch.provided = FetchState.STARTED, fetch.generation
-        self._begun.append(Transfer(request.id, room, self.node, fetch.generation, fetch.blocks))
+        self._begun.append(Transfer(request.id, room, self.node, fetch.generation, is_load=True))
         if not fetch.refused:
-            fetch.refused = self._provide(fetch, pages)
+            fetch.refused = self._provide(fetch)
             if fetch.refused:
                 self._give_up(room, fetch.refused)
         if fetch.refused:
             self._refused.setdefault(room, fetch.refused)
 
-    def _provide(self, fetch: Fetch, pages: int) -> str:
+    def _provide(self, fetch: Fetch) -> str:
         """Name the blocks. Return why that failed; empty: it did not."""
-        if len(fetch.blocks) != pages - fetch.first:
-            return f"vLLM allocated {len(fetch.blocks)} blocks where the prompt needs {pages - fetch.first}"
+        needed = len(fetch.order) - fetch.first
+        if len(fetch.blocks) != needed:
+            return f"vLLM allocated {len(fetch.blocks)} blocks where the prompt needs {needed}"
         tables = full_tables(fetch.blocks, fetch.first)
-        told = self._say(Provide, fetch.source.room, tables=tables, prefix_tokens=fetch.first * self._block_tokens)
+        told = self._say(Provide, fetch.source.room, tables=tables, prefix_tokens=fetch.first * self._page_tokens)
         return "" if told else NO_NODE
 
     def lost(self, request: str, reason: str) -> None:

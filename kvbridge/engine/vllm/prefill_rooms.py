@@ -28,7 +28,8 @@ import structlog
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Finish, Hold, Publish, RoomEvent
-from kvbridge.engine.kit.transfers import Transfer, full_tables, room_tokens
+from kvbridge.engine.kit.transfers import Transfer, full_tables
+from kvbridge.engine.vllm.groups import RoomBlocks
 from kvbridge.engine.vllm.requests import Instance, Request, Source, params_of, room_of
 from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 
@@ -59,11 +60,12 @@ class PairedRoom:
 
     request: Request
     room: int
+    order: RoomBlocks
     generation: int = 1
     node: str = ""
     """Incarnation that holds this generation; empty: none yet."""
     blocks: list[int] = field(default_factory=list)
-    """Published blocks of this generation, from the prompt's first on; pinned until the request has finished."""
+    """Published blocks of this generation, from the room's first page on; pinned until the request has finished."""
     cached_tokens: int | None = None
     """Tokens that vLLM's cache held when it scheduled the request last."""
     finished: bool = False
@@ -207,7 +209,7 @@ class PrefillRooms(RoomsOfRole):
         if room is None or request.id in self._of:
             return
         self._require_new(room)
-        self._of[request.id] = self._rooms[room] = paired = PairedRoom(request, room)
+        self._of[request.id] = self._rooms[room] = paired = PairedRoom(request, room, self._groups.of(request.tokens))
         self._hold(paired)
 
     def _hold(self, paired: PairedRoom) -> bool:
@@ -218,19 +220,20 @@ class PrefillRooms(RoomsOfRole):
             Hold,
             paired.room,
             generation=paired.generation,
-            prompt_tokens=room_tokens(paired.request.prompt_tokens, self._block_tokens),
+            prompt_tokens=len(paired.order) * self._page_tokens,
             prompt_digest=paired.request.prompt_digest,
             tables={},
         )
         paired.node = self.node if told else ""
         return told
 
-    def computed(self, request: str, tokens: int, in_flight_tokens: int, blocks: Sequence[int]) -> None:
+    def computed(self, request: str, tokens: int, in_flight_tokens: int, blocks: Sequence[Sequence[int]]) -> None:
         """A step continues a request: publish the blocks that earlier steps have filled.
 
         `tokens`: computed tokens: in vLLM's cache, or computed by steps before this one (`num_computed_tokens` before this step
         adds to it). `in_flight_tokens`: those of steps whose output was not read (`num_in_flight_tokens`). The other tokens are
-        final, because every rank had to end a step for its output. `blocks`: all blocks of the request, from the prompt's first on.
+        final, because every rank had to end a step for its output. `blocks`: all blocks of the request, for each group from the
+        prompt's first on.
         """
         paired = self._of.get(request)
         if paired is None or not paired.is_computing or self.pins is None:
@@ -241,14 +244,14 @@ class PrefillRooms(RoomsOfRole):
         # Another request may compute cached tokens in the very step that schedules this one. They are there once tokens of this
         # request are.
         if final > paired.cached_tokens:
-            self._publish(paired, blocks[: min(final, paired.request.prompt_tokens) // self._block_tokens])
+            upto = paired.order.within(min(final, paired.request.tokens))
+            self._publish(paired, paired.order.pick(blocks, len(paired.blocks), upto))
 
-    def _publish(self, paired: PairedRoom, blocks: Sequence[int]) -> None:
+    def _publish(self, paired: PairedRoom, further: Sequence[int]) -> None:
         known = len(paired.blocks)
-        further = blocks[known:]
         if not self._hold(paired) or not further:
             return
-        upto = len(blocks) * self._block_tokens
+        upto = (known + len(further)) * self._page_tokens
         if self._say(Publish, paired.room, upto_token=upto, tables=full_tables(further, known)):
             paired.blocks.extend(further)
             if self.pins is not None and not paired.finished:
@@ -281,10 +284,13 @@ class PrefillRooms(RoomsOfRole):
             if not paired.finished:
                 self._hold(paired)
 
-    def finished(self, request: Request, blocks: Sequence[int], *, well: bool) -> tuple[bool, dict[str, Any] | None]:
+    def finished(
+        self, request: Request, blocks: Sequence[Sequence[int]], *, well: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether its blocks are still needed, and the answer's `kv_transfer_params`.
 
-        `well`: the request stopped or reached its length, and was not aborted.
+        `blocks`: as for `computed`; only those of computed tokens. `well`: the request stopped or reached its length, and was not
+        aborted.
         """
         paired = self._of.get(request.id)
         if paired is None:
@@ -295,11 +301,11 @@ class PrefillRooms(RoomsOfRole):
         place = self.addresses
         return held, params_of(Source(room=paired.room, prefill=place)) if well and place else None
 
-    def _finished_plain(self, request: Request, blocks: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        tokens = room_tokens(request.prompt_tokens, self._block_tokens)
-        pages = tokens // self._block_tokens
-        if len(blocks) < pages or not self.node:
-            found = f"vLLM has computed {len(blocks)} of the {pages} blocks of its prompt"
+    def _finished_plain(self, request: Request, groups: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
+        order = self._groups.of(request.tokens)
+        blocks, tokens = order.pick(groups), len(order) * self._page_tokens
+        if len(blocks) < len(order) or not self.node:
+            found = f"vLLM has {len(blocks)} of the {len(order)} blocks that its prompt needs"
             log.warning("not_held", request=request.id, reason=found if self.node else NO_NODE)
             return False, None
         source = Source(
@@ -316,7 +322,7 @@ class PrefillRooms(RoomsOfRole):
             generation=1,
             prompt_tokens=tokens,
             prompt_digest=request.prompt_digest,
-            tables=full_tables(blocks[:pages], 0),
+            tables=full_tables(blocks, 0),
             # The prompt is complete: a request may be held before another one that wrote a shared block of it.
             computed_tokens=tokens,
             published_tokens=tokens,
@@ -329,10 +335,10 @@ class PrefillRooms(RoomsOfRole):
     def _draw_room() -> int:
         return secrets.randbits(ROOM_BITS)
 
-    def _finished_paired(self, paired: PairedRoom, blocks: Sequence[int], *, well: bool) -> bool:
+    def _finished_paired(self, paired: PairedRoom, groups: Sequence[Sequence[int]], *, well: bool) -> bool:
         """Publish the rest. Return whether the workers must report when nobody reads the blocks any more."""
-        pages = room_tokens(paired.request.prompt_tokens, self._block_tokens) // self._block_tokens
-        kept = list(blocks[: len(paired.blocks)]) == paired.blocks
+        blocks, known = paired.order.pick(groups), len(paired.blocks)
+        kept = list(blocks[:known]) == paired.blocks
         if kept:
             self._unpin(paired.blocks)  # vLLM keeps them now; `paired.blocks` still lists the published ones
         else:  # the request was preempted; `preempted` would have been told at the next step
@@ -341,8 +347,8 @@ class PrefillRooms(RoomsOfRole):
         if paired.over:
             self._forget(paired)
             return False
-        if well and kept and not paired.given_up and len(blocks) >= pages and self._hold(paired):
-            self._publish(paired, blocks[:pages])
+        if well and kept and not paired.given_up and len(blocks) == len(paired.order) and self._hold(paired):
+            self._publish(paired, blocks[known:])
             self._say(Finish, paired.room)
             return True
         log.info("not_paired", request=paired.request.id, room=paired.room, reason="not held" if well else "aborted")

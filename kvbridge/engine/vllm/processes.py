@@ -31,6 +31,8 @@ from kvbridge.engine.kit.transfers import ServedRole, StepMetadata
 from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.vllm import VLLM
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.vllm.groups import NULL_BLOCK
+from kvbridge.engine.vllm.pages import rank_pages
 from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
 from kvbridge.engine.vllm.requests import Instance, Request
 from kvbridge.engine.vllm.stats import TransferStats
@@ -43,6 +45,9 @@ class RankReport(FrozenModel):
     """A worker's report to the scheduler's process, made once, when the worker has its KV cache."""
 
     cache: RankCache
+    kv_heads: int
+    latent: bool
+    """As `instance_cache` takes them (`Pages`)."""
     device: str
     """`cpu`, or `cuda:N`."""
     host: str
@@ -104,12 +109,13 @@ class Scheduler:
                 f"the workers of this vLLM run on several hosts ({', '.join(sorted(hosts))}), which kvbridge does not serve yet: "
                 "keep tensor and pipeline parallelism on one host"
             )
+        first = reports[Rank(pp=0, tp=0)]
         return instance_cache(
             {rank: report.cache for rank, report in reports.items()},
             name=str(self._instance.facts["model"]),
-            kv_heads=self._instance.kv_heads,
-            latent=self._instance.latent,
-            facts={**self._instance.facts, **reports[Rank(pp=0, tp=0)].facts},
+            kv_heads=first.kv_heads,
+            latent=first.latent,
+            facts={**self._instance.facts, **first.facts},
         )
 
     def close(self) -> None:
@@ -134,8 +140,10 @@ class Scheduler:
         for rooms in self.roles:
             rooms.lost(request, reason)
 
-    def finished(self, request: Request, blocks: Sequence[int], *, well: bool) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether its blocks are still needed, and the answer's `kv_transfer_params` (`request_finished`).
+    def finished(
+        self, request: Request, blocks: Sequence[Sequence[int]], *, well: bool
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether its blocks are still needed, and the answer's `kv_transfer_params` (`request_finished_all_groups`).
 
         vLLM itself keeps the blocks of a load until the load is reported.
         """
@@ -147,7 +155,7 @@ class Scheduler:
             with self._guard.over("finished", request.id, lost=partial(self.prefill.lost, request.id)):
                 held, answer = self.prefill.finished(request, blocks, well=well)
         if held:
-            self.stats.held(request.id, len(blocks))
+            self.stats.held(request.id, sum(block != NULL_BLOCK for group in blocks for block in group))
         return held, answer
 
     def look(self) -> None:
@@ -197,13 +205,15 @@ class Worker:
 
         Raises UnsupportedError for tensors that cannot be transferred.
         """
-        instance = self._instance
-        cache = rank_cache(tensors, block_tokens=instance.block_tokens, product=VLLM)
-        self._tensors = dict(tensors)
-        component = cache_component(
-            cache.form, cache.layers, kv_heads=instance.kv_heads, latent=instance.latent, tp_size=instance.tp_size
+        instance, tp_size = self._instance, self._instance.tp_size
+        pages = rank_pages(
+            tensors, instance.groups, kv_heads=instance.kv_heads, latent=instance.latent, tp_size=tp_size
         )
-        regions = rank_regions(component, tensors, self._rank, tp_size=instance.tp_size)
+        kv_heads, latent = pages.kv_heads, pages.latent
+        cache = rank_cache(pages.tensors, block_tokens=instance.groups.page_tokens, product=VLLM)
+        self._tensors = dict(tensors)
+        component = cache_component(cache.form, cache.layers, kv_heads=kv_heads, latent=latent, tp_size=tp_size)
+        regions = rank_regions(component, pages.tensors, self._rank, tp_size=tp_size)
         for role in instance.roles:
             runtime_dir = instance.place(role).runtime_dir
             attachment = NodeAttachment(role, runtime_dir) if self.number == 0 else None
@@ -213,9 +223,11 @@ class Worker:
         device = next(iter(tensors.values())).device
         return RankReport(
             cache=cache,
+            kv_heads=kv_heads,
+            latent=latent,
             device=f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu",
             host=socket.gethostname(),
-            facts=dict(facts),
+            facts={**facts, **pages.facts},
         )
 
     def unregister(self) -> None:
@@ -238,21 +250,16 @@ class Worker:
                 with self._guard.over("start"):
                     served.start(said[served.role])
 
-    def results(self) -> tuple[set[str], set[str]]:
-        """Return the requests that are sent and those that are received since the last call."""
-        sent, received = set[str](), set[str]()
+    def results(self) -> tuple[set[str], set[str], set[str]]:
+        """Return the requests since the last call that are sent, those whose load is over, and of the latter those that failed."""
+        found: tuple[set[str], set[str], set[str]] = set(), set(), set()
         for served in self.roles:
             with self._guard.over("look"):
                 served.look_at_step()
-            also_sent, also_received = served.results()
-            sent |= also_sent
-            received |= also_received
+            for known, more in zip(found, served.results(), strict=True):
+                known.update(more)
         self._guard.look()
-        return sent, received
-
-    def unfilled_blocks(self) -> set[int]:
-        """Return the blocks of failed loads (`get_block_ids_with_load_errors`)."""
-        return set().union(*(served.unfilled_blocks() for served in self.roles))
+        return found
 
     def closed_here(self) -> dict[Role, tuple[str, ...]]:
         """Return the incarnations of nodes for which this rank has ceased to move anything since the last call."""

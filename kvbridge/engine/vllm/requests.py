@@ -13,6 +13,7 @@ from kvbridge.core.ids import ROOM_BITS, FrozenModel, NonNegative, Role, RoomId
 from kvbridge.core.wire.engine_messages import PrefillNodes
 from kvbridge.engine.kit.node import NodePlace, refuse
 from kvbridge.engine.vllm import VLLM
+from kvbridge.engine.vllm.groups import CacheGroups, read_groups
 
 ALLOWED_PREFILL = "allowed_prefill"
 """Key of `kv_connector_extra_config`: endpoints of prefill nodes that requests may name."""
@@ -23,6 +24,8 @@ ROLES = {
 }
 PARAMS_KEY = "kvbridge"
 """Our section of `kv_transfer_params`. Other keys are vLLM's and its gateways'."""
+DRAFTS_WITHOUT_CACHE = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Methods of speculative decoding that look drafts up in tokens."""
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
 
 
@@ -34,7 +37,7 @@ class Instance:
     roles: tuple[Role, ...]
     tp_size: int
     pp_size: int
-    block_tokens: int
+    groups: CacheGroups
     kv_heads: int
     """KV heads of the whole model."""
     latent: bool
@@ -55,15 +58,15 @@ class Instance:
 def read_instance(vllm_config: Any, kv_cache_config: Any, *, version: str) -> Instance:
     """Read a VllmConfig and a KVCacheConfig. Raises UnsupportedError and ConfigError for settings that cannot be served."""
     transfer, parallel, model = vllm_config.kv_transfer_config, vllm_config.parallel_config, vllm_config.model_config
-    groups = kv_cache_config.kv_cache_groups
-    _require_supported(parallel, vllm_config.speculative_config, len(groups))
+    groups = read_groups(kv_cache_config)
+    _require_supported(parallel, vllm_config.speculative_config, groups)
     extra = dict(transfer.kv_connector_extra_config)
     return Instance(
         engine_id=transfer.engine_id,
         roles=ROLES[transfer.kv_role],
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
-        block_tokens=groups[0].kv_cache_spec.block_size,
+        groups=groups,
         kv_heads=model.get_total_num_kv_heads(),
         latent=bool(model.use_mla),
         facts={
@@ -74,28 +77,29 @@ def read_instance(vllm_config: Any, kv_cache_config: Any, *, version: str) -> In
             "quantization": str(model.quantization or "none"),
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+            **groups.facts,
         },
         allowed_prefill=_allowed(extra.pop(ALLOWED_PREFILL, None)),
         extra=extra,
     )
 
 
-def _require_supported(parallel: Any, speculative: Any, groups: int) -> None:
-    if not groups:
-        refuse("the model has none")
-    if groups > 1:
-        refuse(
-            f"the model has {groups} KV cache groups (window or state layers beside full attention): start vLLM with "
-            "--disable-hybrid-kv-cache-manager, or serve it without prefill and decode apart"
-        )
+def _require_supported(parallel: Any, speculative: Any, groups: CacheGroups) -> None:
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         refuse(
             "decode or prefill context parallelism spreads the tokens of a block over ranks: leave "
             "--decode-context-parallel-size and --prefill-context-parallel-size at 1"
         )
-    if speculative is not None:
+    if speculative is None:
+        return
+    if speculative.method not in DRAFTS_WITHOUT_CACHE:
         refuse(
             f"speculative decoding ({speculative.method}) keeps a second KV cache, which is written after the first token: "
+            f"leave --speculative-config out, or use a method without one ({', '.join(sorted(DRAFTS_WITHOUT_CACHE))})"
+        )
+    if groups.has_states:
+        refuse(
+            f"speculative decoding ({speculative.method}) moves states of the model between blocks while drafts are checked: "
             "leave --speculative-config out"
         )
 
@@ -115,7 +119,8 @@ class Request:
     """The parts of a request that decide about its transfer."""
 
     id: str
-    prompt_tokens: int
+    tokens: int
+    """Tokens of the prompt whose KV cache is moved (`CacheGroups.tokens`)."""
     prompt_digest: bytes
     params: Mapping[str, Any] | None = None
     """`kv_transfer_params`, as the client or a gateway sent them."""
@@ -143,7 +148,7 @@ class Source(FrozenModel):
     """Whether prefill has said that it holds the room, as it does in plain order: decode need not wait for the room then."""
     prompt_tokens: NonNegative = 0
     prompt_digest: Annotated[str, pydantic.Field(pattern="^([0-9a-f]{2}){0,32}$")] = ""
-    """Tokens of the room's prompt, and their digest in hexadecimal, in plain order. Decode needs both to say that nobody fetches
+    """Tokens of the room, and the digest of its prompt in hexadecimal, in plain order. Decode needs both to say that nobody fetches
     the room; a request that fetches it states its own."""
 
 

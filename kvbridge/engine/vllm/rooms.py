@@ -44,7 +44,8 @@ class RoomsOfRole(ABC):
         """Incarnation of the node that gets our calls; empty while there is none."""
         self.addresses: tuple[PeerAddress, ...] = ()
         """Addresses of a prefill node for decode."""
-        self._block_tokens = instance.block_tokens
+        self._groups = instance.groups
+        self._page_tokens = instance.groups.page_tokens
         self._ranks = instance.ranks
         self._stats = stats
         self._guard = guard

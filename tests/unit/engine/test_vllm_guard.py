@@ -71,19 +71,17 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "on_new_request": ((request("r", TO_DECODE),), None),
     "get_num_new_matched_tokens": ((request("r", TO_DECODE), 0), (0, False)),
     "update_state_after_alloc": ((request("r", TO_DECODE), None, 512), None),
-    "request_finished": ((request("r", TO_DECODE), []), (False, None)),
+    "request_finished_all_groups": ((request("r", TO_DECODE), ([],)), (False, None)),
     "build_connector_meta": ((OUTPUT,), {}),
     "update_connector_output": ((OUTPUT,), None),
     "get_kv_connector_stats": ((), None),
     "start_load_kv": ((None,), None),
     "get_transfer_results": ((set(),), (None, None)),
-    "get_block_ids_with_load_errors": ((), set()),
     "build_connector_worker_meta": ((), None),
 }
 OF_THE_WORKER = {
     "start_load_kv",
     "get_transfer_results",
-    "get_block_ids_with_load_errors",
     "build_connector_worker_meta",
 }
 
@@ -136,7 +134,7 @@ def test_a_load_whose_hook_fails_once_it_has_begun_is_given_up_and_reported(conn
     assert list(vllm.waiting) == ["r"]
     vllm.steps()
     assert not vllm.waiting
-    assert vllm.unfilled == set(BLOCKS)
+    assert vllm.failed == {"r"}
     assert vllm.failures == {"internal": 1, "aborted": 1}
     vllm.ends(asked, BLOCKS)
     vllm.steps()

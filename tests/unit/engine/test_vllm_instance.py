@@ -15,7 +15,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.vllm.requests import read_instance
 from kvbridge.engine.vllm.stats import TransferStats, add_counts, is_nothing, no_counts, summary
-from tests.helpers.hooked_vllm import vllm_config
+from tests.helpers.hooked_vllm import FullAttentionSpec, cache_config, vllm_config
 
 
 def event(kind: str, code: str = "", size: int = 0, seconds: float = 0.0) -> RoomEvent:
@@ -69,16 +69,20 @@ def test_that_nothing_is_held_any_more_is_something_and_is_not_forgotten_for_cou
 # ---------------------------------------------------------------------------------------------- the configuration
 
 
-def read(kv_role: str = "kv_producer", extra: dict[str, Any] | None = None, groups: int = 1, **more: Any) -> Any:
-    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=128))
-    config = vllm_config(kv_role, extra, **more)
-    return read_instance(config, SimpleNamespace(kv_cache_groups=[group] * groups), version="0.32.0")
+def read(kv_role: str = "kv_producer", extra: dict[str, Any] | None = None, specs: Any = None, **more: Any) -> Any:
+    found = cache_config(*([FullAttentionSpec(128)] if specs is None else specs))
+    return read_instance(vllm_config(kv_role, extra, **more), found, version="0.32.0")
 
 
 def test_an_instance_is_what_its_configuration_says() -> None:
     extra = {"allowed_prefill": ["tcp://10.0.0.1:7801"], "transports": {"order": ["nixl"]}}
     found = read("kv_both", extra, tensor_parallel_size=2, pipeline_parallel_size=3)
-    assert (found.engine_id, found.roles, found.ranks, found.block_tokens) == ("e", (Role.PREFILL, Role.DECODE), 6, 128)
+    assert (found.engine_id, found.roles, found.ranks, found.groups.block_tokens) == (
+        "e",
+        (Role.PREFILL, Role.DECODE),
+        6,
+        128,
+    )
     assert found.allowed_prefill == {"tcp://10.0.0.1:7801"}
     assert found.extra == {"transports": {"order": ["nixl"]}}
     assert all(found.facts.values()), "a fact is never empty"
@@ -92,8 +96,7 @@ def test_an_instance_is_what_its_configuration_says() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"groups": 2}, "--disable-hybrid-kv-cache-manager"),
-        ({"groups": 0}, "the model has none"),
+        ({"specs": []}, "the model has none"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"speculative": SimpleNamespace(method="eagle")}, r"\(eagle\).*leave --speculative-config out"),

@@ -102,9 +102,9 @@ def request(params=None, *, name="p") -> Request:
 def computing(side, node, *, blocks=0) -> None:
     """A request has come and was scheduled for the first time, and then for a chunk behind so many blocks."""
     side.arrived(request())
-    side.computed("p", 0, 0, BLOCKS[:1])
+    side.computed("p", 0, 0, (BLOCKS[:1],))
     if blocks:
-        side.computed("p", blocks * BLOCK, 0, BLOCKS)
+        side.computed("p", blocks * BLOCK, 0, (BLOCKS,))
     node.take()
 
 
@@ -112,17 +112,17 @@ def test_a_room_is_held_from_the_arrival_on_and_whole_blocks_of_earlier_steps_ar
     side.arrived(request())
     assert node.take() == [("hold", 7, 1, None, 0)]
     assert side.computing == ("p",)
-    side.computed("p", 0, 0, BLOCKS[:1])
+    side.computed("p", 0, 0, (BLOCKS[:1],))
     assert not node.pinned
     for tokens, said in (
         (2 * BLOCK + 3, [(2 * BLOCK, (0, [10, 11]))]),
         (3 * BLOCK, [(3 * BLOCK, (2, [12]))]),
         (3 * BLOCK, []),
     ):
-        side.computed("p", tokens, 0, BLOCKS)
+        side.computed("p", tokens, 0, (BLOCKS,))
         assert node.take() == [("publish", 7, *one) for one in said]
     assert node.pinned == {10, 11, 12}
-    held, answer = side.finished(request(), (*BLOCKS, 14), well=True)
+    held, answer = side.finished(request(), ((*BLOCKS, 14),), well=True)
     assert node.take() == [("publish", 7, 4 * BLOCK, (3, [13])), ("finish", 7)]
     assert held
     assert answer == params_of(Source(room=7, prefill=(ADDRESS,)))
@@ -136,7 +136,7 @@ def test_a_room_is_held_from_the_arrival_on_and_whole_blocks_of_earlier_steps_ar
 def test_without_references_to_blocks_nothing_is_published_before_it_finishes(node):
     side = rooms_at(Role.PREFILL, node, block_tokens=BLOCK)
     computing(side, node, blocks=2)
-    side.finished(request(), BLOCKS, well=True)
+    side.finished(request(), (BLOCKS,), well=True)
     assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
 
 
@@ -149,7 +149,7 @@ def test_a_room_that_cannot_be_read_or_that_another_request_has_makes_it_plain(s
     ):
         side.arrived(told)
     assert side.computing == ("p",)
-    held, answer = side.finished(told, BLOCKS, well=True)
+    held, answer = side.finished(told, (BLOCKS,), well=True)
     assert node.take() == [("hold", 99, 1, (0, [10, 11, 12, 13]), 4 * BLOCK)]
     assert held
     assert answer["kvbridge"]["room"] == "99"
@@ -158,7 +158,7 @@ def test_a_room_that_cannot_be_read_or_that_another_request_has_makes_it_plain(s
 def test_what_was_published_stays_pinned_when_a_request_is_aborted_between_its_preemption_and_the_next_step(side, node):
     """vLLM has freed its blocks by then, and reports it only at the next step."""
     computing(side, node, blocks=2)
-    assert side.finished(request(), (), well=False) == (False, None)
+    assert side.finished(request(), ((),), well=False) == (False, None)
     assert node.take() == [("abort", 7, False)]
     assert node.pinned == {10, 11}
     assert not side.idle
@@ -183,7 +183,7 @@ def test_what_was_over_before_it_could_be_withdrawn_does_not_begin_anew(side, no
     hear(side, node, event("aborted", code="aborted"))
     assert node.take() == [("abort", 7, False)]
     assert not node.pinned
-    assert side.finished(request(), BLOCKS, well=True)[0] is False
+    assert side.finished(request(), (BLOCKS,), well=True)[0] is False
     assert not side._of
 
 
@@ -192,7 +192,7 @@ def test_the_next_generation_waits_for_the_word_that_the_one_before_is_over(side
     node.deaf = True
     side.preempted({"p"})
     node.deaf = False
-    side.computed("p", BLOCK, 0, (20, 21))
+    side.computed("p", BLOCK, 0, ((20, 21),))
     assert node.take() == []
     side.look()
     assert node.take() == [("abort", 7, True), ("hold", 7, 2, None, 0)]
@@ -200,7 +200,7 @@ def test_the_next_generation_waits_for_the_word_that_the_one_before_is_over(side
 
 def test_an_aborted_request_keeps_what_is_being_sent(side, node):
     computing(side, node, blocks=2)
-    assert side.finished(request(), BLOCKS[:2], well=False) == (True, None)
+    assert side.finished(request(), (BLOCKS[:2],), well=False) == (True, None)
     assert node.take() == [("abort", 7, False)]
     assert not node.pinned
     worker = ServedRole(Role.DECODE, lambda: None)
@@ -214,8 +214,8 @@ def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
     computing(side, node, blocks=2)
     hear(side, node, event("aborted"))
     assert not node.pinned
-    side.computed("p", 3 * BLOCK, 0, BLOCKS)
-    held, answer = side.finished(request(), BLOCKS, well=True)
+    side.computed("p", 3 * BLOCK, 0, (BLOCKS,))
+    held, answer = side.finished(request(), (BLOCKS,), well=True)
     assert node.take() == []
     assert not held
     assert answer["kvbridge"]["prefill"] == [ADDRESS.model_dump()]
@@ -223,7 +223,7 @@ def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
 
 def test_a_room_that_the_node_would_not_hold_is_known_to_nobody(side, node):
     computing(side, node, blocks=2)
-    side.finished(request(), BLOCKS, well=True)
+    side.finished(request(), (BLOCKS,), well=True)
     worker = ServedRole(Role.DECODE, lambda: None)
     worker.start(side.step())
     hear(side, node, event("refused", generation=1), event("refused", generation=0))
@@ -251,18 +251,18 @@ def test_blocks_stay_pinned_until_no_rank_reads_for_a_node_that_has_ended(node):
     assert node.pinned == {10, 11}
     side.closed(1, ["n1"])
     assert not node.pinned
-    assert side.finished(request(), BLOCKS, well=True)[0] is False
+    assert side.finished(request(), (BLOCKS,), well=True)[0] is False
 
 
 def test_what_a_deaf_node_is_not_told_it_is_told_later(side, node):
     node.deaf = True
     side.arrived(request())
-    side.computed("p", 0, 0, BLOCKS)
+    side.computed("p", 0, 0, (BLOCKS,))
     node.deaf = False
     side.look()
     assert node.take() == [("hold", 7, 1, None, 0)]
     node.deaf = True
-    assert side.finished(request(), BLOCKS, well=True)[0] is True
+    assert side.finished(request(), (BLOCKS,), well=True)[0] is True
     node.deaf = False
     side.look()
     assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
@@ -278,7 +278,7 @@ def started(decode, node) -> Request:
     """A load behind one block that decode has."""
     told = request(params_of(Source(room=7, prefill=(ADDRESS,))), name="d")
     decode.arrived(told)
-    decode.allocated(told, BLOCKS, TOKENS - BLOCK)
+    decode.allocated(told, (BLOCKS,), TOKENS - BLOCK)
     assert node.take() == [("fetch", 7, 1, None, 0), ("provide", 7, (1, [11, 12, 13]))]
     return told
 
@@ -343,5 +343,4 @@ def test_a_load_of_a_node_that_has_ended_is_reported_when_no_rank_moves_a_byte_f
     assert worker.results()[1] == set()
     decode.closed(0, ["n1"])
     worker.start(decode.step())
-    assert worker.results()[1] == {"d"}
-    assert worker.unfilled_blocks() == {11, 12, 13}
+    assert worker.results() == (set(), {"d"}, {"d"})
