@@ -190,9 +190,9 @@ class Node:
 class Vllm:
     """A vLLM of one worker, with one of our connectors in each of its two places. An error of a hook leaves a method of this."""
 
-    def __init__(self, module: ModuleType, role: Role) -> None:
+    def __init__(self, module: ModuleType, role: Role, *specs: Any) -> None:
         self.node = Node(role)
-        cache = cache_config(FullAttentionSpec(PAGE))
+        cache = cache_config(FullAttentionSpec(PAGE), *specs)
         config = vllm_config("kv_producer" if role is Role.PREFILL else "kv_consumer")
         self.scheduler = module.KvbridgeConnector(config, KVConnectorRole.SCHEDULER, cache)
         self.worker = module.KvbridgeConnector(config, KVConnectorRole.WORKER, cache)
@@ -268,6 +268,8 @@ def request(name: str, params: Any, *, tokens: int = 2 * PAGE, refused: bool = F
         abort_immediately=refused,
         num_prompt_tokens=tokens,
         prompt_token_ids=list(range(tokens)),
+        _all_token_ids=list(range(tokens)),
+        max_tokens=16,
         prompt_embeds=None,
         lora_request=None,
         mm_features=[],
@@ -284,6 +286,15 @@ class FullAttentionSpec:
     """vLLM's class of this name, of which our connector reads the names of classes and these fields."""
 
     block_size: int
+
+
+@dataclass
+class SlidingWindowSpec:
+    """As vLLM's."""
+
+    block_size: int
+    sliding_window: int
+    extra_retained_tokens: int = 0
 
 
 def cache_config(*specs: Any, **more: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.kit import Guard
+from kvbridge.engine.vllm.groups import NULL_BLOCK, CacheGroup, CacheGroups, GroupKind
 from kvbridge.engine.vllm.processes import Scheduler, Worker
 from kvbridge.engine.vllm.requests import Request
 from kvbridge.engine.vllm.stats import TransferStats, no_counts
@@ -40,12 +42,15 @@ def runtime_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Vllm:
     """A vLLM without the model, all of its workers in this process."""
 
-    def __init__(self, *roles: Role, tp_size: int = 1) -> None:
+    def __init__(
+        self, *roles: Role, tp_size: int = 1, tensors: dict[str, torch.Tensor] | None = None, **more: Any
+    ) -> None:
+        """`tensors` and `more`: the caches of its only worker, and fields of the instance, of another model."""
         ranks = [Rank(pp=0, tp=tp) for tp in range(tp_size)]
-        self.caches = [caches(range(3), 4 // tp_size, 6) for _ in ranks]
+        self.caches = [tensors or caches(range(3), 4 // tp_size, 6) for _ in ranks]
         transports = {"transports": {"order": ["mooncake"]}}
         name = f"test-{uuid.uuid4()}"
-        self.instance = instance(*roles, block_tokens=TOKENS, tp_size=tp_size, engine_id=name, extra=transports)
+        self.instance = instance(*roles, block_tokens=TOKENS, tp_size=tp_size, engine_id=name, extra=transports, **more)
         self.stats = TransferStats()
         guard = Guard(self.stats.failed)
         self.scheduler = Scheduler(self.instance, self.stats, guard)
@@ -95,31 +100,37 @@ class Vllm:
     def rooms(self, role: Role) -> Any:
         return self.scheduler.prefill if role is Role.PREFILL else self.scheduler.decode
 
-    def load(self, params: dict[str, Any] | None, blocks: list[int], digest: bytes = b"p") -> str:
-        """A request whose prompt is elsewhere, up to where vLLM waits for its blocks."""
-        request = Request(f"load-{uuid.uuid4()}", PROMPT, digest, params)
+    def load(
+        self,
+        params: dict[str, Any] | None,
+        *blocks: list[int],
+        digest: bytes = b"p",
+        tokens: int = PROMPT,
+    ) -> str:
+        """A request whose prompt is elsewhere, up to where vLLM waits for its blocks, which are those of each group."""
+        request = Request(f"load-{uuid.uuid4()}", tokens, digest, params)
         self.scheduler.arrived(request)
-        assert self.scheduler.decode.matched_tokens(request, 0) == PROMPT
-        self.scheduler.decode.allocated(request, (blocks,), PROMPT)
+        assert self.scheduler.decode.matched_tokens(request, 0) == tokens
+        self.scheduler.decode.allocated(request, blocks, tokens)
         assert self.scheduler.decode.matched_tokens(request, 0) == 0
         return request.id
 
-    def hold(self, blocks: list[int]) -> tuple[str, dict[str, Any]]:
-        """A request that has been computed for somebody else."""
-        request = Request(f"hold-{uuid.uuid4()}", PROMPT, b"p", HOLD)
+    def hold(self, *blocks: list[int], tokens: int = PROMPT) -> tuple[str, dict[str, Any]]:
+        """A request that has been computed for somebody else, with the blocks of each group."""
+        request = Request(f"hold-{uuid.uuid4()}", tokens, b"p", HOLD)
         self.scheduler.arrived(request)
-        held, params = self.scheduler.finished(request, (blocks,), well=True)
+        held, params = self.scheduler.finished(request, blocks, well=True)
         assert held
         assert params is not None
         return request.id, params
 
 
 @contextmanager
-def vllms(*roles: tuple[Role, ...], tp_sizes: tuple[int, int] = (1, 1)) -> Iterator[list[Vllm]]:
+def vllms(*roles: tuple[Role, ...], more: Sequence[dict[str, Any]] = ({}, {})) -> Iterator[list[Vllm]]:
     made: list[Vllm] = []
     try:
-        for each, tp_size in zip(roles, tp_sizes, strict=True):
-            made.append(Vllm(*each, tp_size=tp_size))
+        for each, fields in zip(roles, more, strict=True):
+            made.append(Vllm(*each, **fields))
         yield made
     finally:
         for one in made:
@@ -152,7 +163,7 @@ def refused(source: Vllm, target: Vllm) -> None:
     for wrong, digest in ((unknown, b"p"), (params, b"another")):
         target.received.clear()
         target.failed.clear()
-        loaded = target.load(wrong, [2, 6, 1], digest)
+        loaded = target.load(wrong, [2, 6, 1], digest=digest)
         step_until([target], lambda loaded=loaded: target.received == [loaded], "a load that was refused")
         assert target.failed == [loaded]
     assert held not in source.sent
@@ -179,7 +190,7 @@ def node_dies(role: Role, source: Vllm, target: Vllm) -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, kept(Role.DECODE, False)])
 def test_prompts_cross_also_after_a_node_has_died_and_nothing_is_left(role: Role, runtime_home: Path) -> None:
-    with vllms((Role.PREFILL,), (Role.DECODE,), tp_sizes=(1, 2)) as (source, target):
+    with vllms((Role.PREFILL,), (Role.DECODE,), more=({}, {"tp_size": 2})) as (source, target):
         cross(source, target)
         assert counted(target) == source.blocks(5, 4, 3).nbytes
         refused(source, target)
@@ -209,6 +220,65 @@ def test_instances_of_both_roles_serve_each_other() -> None:
         source.wipe()
         cross(target, source)
         assert (source.sent[1:], target.received[1:]) == ([], [])
+
+
+def rows_cross(
+    groups: Sequence[CacheGroup],
+    caches_of: Callable[[torch.Tensor], dict[str, torch.Tensor]],
+    sizes: tuple[int, int, int],
+    prompts: Sequence[int],
+) -> list[int]:
+    """Prompts cross between two pools of rows, and every byte of their blocks is compared, and that no other byte has changed.
+
+    `sizes`: bytes of a row, bytes that caches have of it, and rows of a pool. Returns how many rows each prompt had.
+    """
+    row, used, blocks = sizes
+    memory = [torch.randint(0, 256, (blocks, row), dtype=torch.uint8) for _ in range(2)]
+    made = CacheGroups(tuple(groups), {"kv_groups": "alike"}, blocks)
+    more = [{"tensors": caches_of(pool), "groups": made, "latent": True, "kv_heads": 1} for pool in memory]
+    counts = []
+    with vllms((Role.PREFILL,), (Role.DECODE,), more=more) as (source, target):
+        for tokens in prompts:
+            for pool in memory:
+                pool.random_(0, 256)
+            theirs, ours = (lists(groups, tokens, random.Random(f"{tokens} {side}"), blocks) for side in "pd")
+            before, order = memory[1].clone(), made.of(tokens)
+            held, params = source.hold(*theirs, tokens=tokens)
+            loaded = target.load(params, *ours, tokens=tokens)
+            over = lambda held=held, loaded=loaded: loaded in target.received and held in source.sent  # noqa: E731
+            step_until([source, target], over, "rows that cross")
+            assert not target.failed
+            before[list(order.pick(ours)), :used] = memory[0][list(order.pick(theirs)), :used]
+            assert torch.equal(memory[1], before)
+            counts.append(len(order))
+    return counts
+
+
+def lists(groups: Sequence[CacheGroup], tokens: int, draw: random.Random, blocks: int) -> list[list[int]]:
+    """Return blocks as vLLM lists them for a request, drawn from a pool: those that nobody needs are null."""
+    free = draw.sample(range(1, blocks), blocks - 1)
+    found = [[NULL_BLOCK] * (max(group.blocks(tokens), default=-1) + 1) for group in groups]
+    for group, of in zip(groups, found, strict=True):
+        for number in group.blocks(tokens):
+            of[number] = free.pop()
+    return found
+
+
+def test_blocks_of_several_groups_are_rows_that_cross_whoever_lies_over_whom() -> None:
+    """Caches of different sizes lie over each other: the same bytes are ends of some and middles of others."""
+    groups = [CacheGroup(GroupKind.FULL, 16), CacheGroup(GroupKind.WINDOW, 8, 20), CacheGroup(GroupKind.RING, 8)]
+
+    def caches_of(pool: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = {"attn": [(0, 70), (70, 50)], "swa": [(0, 40), (40, 40), (80, 40)], "ring": [(0, 100)]}
+        return {
+            f"model.layers.{layer}.{name}": pool.as_strided(
+                (pool.shape[0], 1, 1, size), (pool.stride(0), size, size, 1), start
+            )
+            for name, places in parts.items()
+            for layer, (start, size) in enumerate(places)
+        }
+
+    assert rows_cross(groups, caches_of, (128, 120, 30), [1, 40, 100]) == [3, 7, 11]
 
 
 def test_a_node_that_cannot_be_started_ends_the_start_in_our_words() -> None:

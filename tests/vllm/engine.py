@@ -1,6 +1,6 @@
-"""One vLLM engine in one process, asked by lines: `python tests/vllm/engine.py '{"model": ...}'`. In vLLM's environment.
+"""One vLLM engine in one process, asked over HTTP: `python tests/vllm/engine.py PORT '{"model": ...}'`. In vLLM's environment.
 
-Each line that comes in and goes out is a JSON object. An engine like this starts in seconds where a server takes minutes.
+Such an engine starts in seconds, where vLLM's own server, which is three processes, takes minutes on a loaded machine.
 """
 
 from __future__ import annotations
@@ -8,105 +8,141 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
 IDLE_S = 0.002
+Call = tuple[str, dict[str, Any], queue.Queue[dict[str, Any]]]
 
-lines = os.fdopen(os.dup(1), "w", buffering=1)
-os.dup2(2, 1)  # whatever else is printed goes to the log
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
-from vllm import LLM, SamplingParams  # noqa: E402 - the environment comes first
-from vllm.config import KVTransferConfig  # noqa: E402
+class Engine:
+    """The engine, for the main thread; calls come from threads of the HTTP server."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        if transfer := settings.pop("transfer", None):
+            settings["kv_transfer_config"] = KVTransferConfig(**transfer)
+        self._llm = LLM(enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, **settings).llm_engine
+        self._core = self._llm.engine_core.engine_core
+        self.calls: queue.Queue[Call] = queue.Queue()
+        self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}
+        self._preempted = 0
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        """Work until `ends`, and end the engine's node then."""
+        while not self.ends.is_set():
+            works = self._core.scheduler.has_requests()
+            try:
+                self._take(*self.calls.get(timeout=0 if works else 0.1))
+            except queue.Empty:
+                self._step(works)
+        self._core.shutdown()
+
+    def _step(self, works: bool) -> None:
+        if not works:
+            return
+        before = {one.request_id: one.num_preemptions for one in self._core.scheduler.running}
+        for output in self._llm.step():
+            if output.finished and (answers := self._answers.pop(output.request_id, None)):
+                answers.put(_told(output))
+        for one in self._core.scheduler.requests.values():
+            self._preempted += one.num_preemptions - before.get(one.request_id, one.num_preemptions)
+        if not self._core.scheduler.running:
+            time.sleep(IDLE_S)
+
+    def _take(self, path: str, body: dict[str, Any], answers: queue.Queue[dict[str, Any]]) -> None:
+        scheduler = self._core.scheduler
+        if path == "/used":
+            pool, groups = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_config.kv_cache_groups
+            specs = [f"{type(group.kv_cache_spec).__name__} {group.kv_cache_spec.block_size}" for group in groups]
+            used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+            found = {"used": used, "requests": len(scheduler.requests), "preempted": self._preempted}
+            answers.put(found | {"groups": specs})
+        elif path == "/forget":
+            answers.put({"forgotten": scheduler.reset_prefix_cache()})
+        elif path == "/abort":
+            self._answers.pop(body["id"], None)
+            self._llm.abort_request([body["id"]])
+            answers.put({})
+        else:
+            self._answers[body["id"]] = answers
+            transfer = body.get("transfer")
+            sampling = SamplingParams(
+                temperature=0.0,
+                max_tokens=body["max_tokens"],
+                ignore_eos=True,
+                logprobs=2,
+                detokenize=False,
+                extra_args={"kv_transfer_params": transfer} if transfer else None,
+                **body.get("further", {}),
+            )
+            self._llm.add_request(body["id"], {"prompt_token_ids": body["prompt"]}, sampling)
+
+
+def _told(output: Any) -> dict[str, Any]:
+    [choice] = output.outputs
+    each = choice.logprobs or []
+    return {
+        "tokens": list(choice.token_ids),
+        "logprobs": [top[token].logprob for token, top in zip(choice.token_ids, each, strict=False)],
+        "top": [[one.logprob for one in top.values()] for top in each],
+        "reason": choice.finish_reason,
+        "transfer": output.kv_transfer_params,
+        "cached": output.num_cached_tokens,
+    }
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One call of the engine."""
+
+    engine: Engine
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._call({})
+
+    def do_POST(self) -> None:
+        self._call(json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"))
+
+    def _call(self, body: dict[str, Any]) -> None:
+        answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        if self.path == "/health":
+            answers.put({})
+        else:
+            self.engine.calls.put((self.path, body, answers))
+        try:
+            answer = answers.get(timeout=body.get("leave_after_s"))
+        except queue.Empty:
+            self.engine.calls.put(("/abort", body, answers))
+            answer = answers.get()
+        text = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing of each call."""
 
 
 def main() -> None:
-    settings = json.loads(sys.argv[1])
-    if transfer := settings.pop("transfer", None):
-        settings["kv_transfer_config"] = KVTransferConfig(**transfer)
-    engine = LLM(enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, **settings).llm_engine
-    core = engine.engine_core.engine_core
-    config = core.scheduler.kv_cache_config
-    tell({"groups": [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups], "blocks": [group.kv_cache_spec.block_size for group in config.kv_cache_groups]})
-    asked: queue.Queue[dict[str, Any] | None] = queue.Queue()
-    threading.Thread(target=read, args=(asked,), daemon=True).start()
-    while True:
-        worked = core.scheduler.has_requests()
-        while not asked.empty() or not worked:
-            try:
-                request = asked.get(timeout=0.2 if not worked else 0)
-            except queue.Empty:
-                break
-            if request is None:
-                core.shutdown()
-                return
-            answer(engine, core, request)
-            worked = True
-        for output in engine.step():
-            if output.finished:
-                told(output)
-        if not core.scheduler.running:
-            time.sleep(IDLE_S)
-
-
-def read(asked: queue.Queue[dict[str, Any] | None]) -> None:
-    for line in sys.stdin:
-        asked.put(json.loads(line))
-    asked.put(None)
-
-
-def answer(engine: Any, core: Any, request: dict[str, Any]) -> None:
-    name = request["id"]
-    pool, scheduler = core.scheduler.kv_cache_manager.block_pool, core.scheduler
-    if "look" in request:
-        preempted = sum(each.num_preemptions for each in scheduler.requests.values())
-        used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-        tell({"id": name, "used": used, "requests": len(scheduler.requests), "preempted": preempted})
-    elif "forget" in request:
-        tell({"id": name, "forgotten": scheduler.reset_prefix_cache()})
-    elif "abort" in request:
-        engine.abort_request([request["abort"]])
-        tell({"id": name})
-        tell({"id": request["abort"], "status": 200, "reason": "abort"})
-    else:
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=request["max_tokens"],
-            ignore_eos=True,
-            logprobs=2,
-            detokenize=False,
-            extra_args={"kv_transfer_params": request["transfer"]} if request.get("transfer") else None,
-            **request.get("further", {}),
-        )
-        try:
-            engine.add_request(name, {"prompt_token_ids": request["prompt"]}, sampling)
-        except ValueError as error:
-            tell({"id": name, "status": 400, "reason": str(error)})
-
-
-def told(output: Any) -> None:
-    [choice] = output.outputs
-    likelihoods = [sorted((one.logprob for one in each.values()), reverse=True) for each in choice.logprobs or []]
-    of_tokens = [each[token].logprob for token, each in zip(choice.token_ids, choice.logprobs or [], strict=True)]
-    tell(
-        {
-            "id": output.request_id,
-            "status": 200,
-            "tokens": list(choice.token_ids),
-            "logprobs": of_tokens,
-            "seconds_best": [best[0] - best[1] for best in likelihoods],
-            "reason": choice.finish_reason,
-            "transfer": output.kv_transfer_params,
-            "cached": output.num_cached_tokens,
-        }
-    )
-
-
-def tell(what: dict[str, Any]) -> None:
-    lines.write(json.dumps(what) + "\n")
+    port, settings = int(sys.argv[1]), json.loads(sys.argv[2])
+    engine = Handler.engine = Engine(settings)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: engine.ends.set())
+    ThreadingHTTPServer.request_queue_size = 1024
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    engine.run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write a small model of one kind of cache, with random weights: `python tests/vllm/hybrids.py KIND DIRECTORY`. In vLLM's environment.
+"""Write a small model with random weights: `python tests/vllm/hybrids.py KIND DIRECTORY`. In vLLM's environment.
 
 Weights are larger than transformers makes them, so that every block and every state changes the answer.
 """
@@ -102,7 +102,16 @@ def kinds() -> dict[str, PreTrainedConfig]:
     }
 
 
-SHARPER = {"q_proj": 6.0, "k_proj": 6.0, "v_proj": 4.0, "o_proj": 4.0, "mlp": 4.0, "lm_head": 6.0, "in_proj": 3.0, "out_proj": 4.0}
+SHARPER = {
+    "q_proj": 6.0,
+    "k_proj": 6.0,
+    "v_proj": 4.0,
+    "o_proj": 4.0,
+    "mlp": 4.0,
+    "lm_head": 6.0,
+    "in_proj": 3.0,
+    "out_proj": 4.0,
+}
 
 
 def main() -> None:

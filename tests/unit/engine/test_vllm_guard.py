@@ -15,7 +15,7 @@ from kvbridge.core.ids import Role
 from kvbridge.core.process import Clock
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.kit import LINES, Guard
-from tests.helpers.hooked_vllm import Vllm, connector_module, request
+from tests.helpers.hooked_vllm import SlidingWindowSpec, Vllm, connector_module, request
 from tests.helpers.rooms import ADDRESS, PAGE
 
 BLOCKS = [4, 5]
@@ -190,6 +190,41 @@ def test_blocks_that_no_message_can_name_are_not_published_and_the_request_ends(
     assert not vllm.waiting
     assert vllm.rooms.idle
     assert not [room for room in vllm.node.bench.service.book if not room.is_over]
+
+
+TO_HOLD = {"do_remote_decode": True}
+WINDOW = SlidingWindowSpec(PAGE, 3 * PAGE)
+
+
+@pytest.mark.parametrize(
+    ("role", "specs", "params", "more", "left"),
+    [
+        (Role.PREFILL, [WINDOW], TO_HOLD, {}, 1),
+        (Role.PREFILL, [], TO_HOLD, {}, 0),
+        (Role.PREFILL, [WINDOW], {"any": "thing"}, {}, 0),
+        (Role.DECODE, [WINDOW], TO_HOLD, {}, 0),
+        (Role.DECODE, [WINDOW], TO_DECODE, {}, 0),
+        (Role.PREFILL, [WINDOW], TO_HOLD, {"skip_reading_prefix_cache": True}, None),
+        (Role.PREFILL, [], TO_HOLD, {"skip_reading_prefix_cache": True}, 0),
+        (Role.PREFILL, [WINDOW], TO_HOLD, {"tokens": 1}, None),
+        (Role.DECODE, [WINDOW], TO_DECODE, {"tokens": 1}, None),
+    ],
+)
+def test_prefill_leaves_the_last_token_out_where_decode_needs_what_is_before_it(
+    connector: ModuleType, role: Role, specs: list[Any], params: Any, more: dict[str, Any], left: int | None
+) -> None:
+    vllm, tokens = Vllm(connector, role, *specs), more.pop("tokens", 2 * PAGE)
+    asked = request("r", params, tokens=tokens)
+    vars(asked).update(more)
+    of_others = asked.prompt_token_ids
+    vllm.scheduler.on_new_request(asked)
+    rest = tokens - (left or 0)
+    assert (asked.num_prompt_tokens, len(asked._all_token_ids), len(asked.prompt_token_ids)) == (rest,) * 3
+    assert asked.max_tokens == (1 if left else 16)
+    assert len(of_others) == tokens, "requests of one prompt share its list"
+    assert ("r" in vllm.scheduler._requests) == (left is not None)
+    matched = vllm.scheduler.get_num_new_matched_tokens(asked, 0)[0]
+    assert matched == (tokens - 1 if role is Role.DECODE and params is TO_DECODE and left is not None else 0)
 
 
 @pytest.fixture

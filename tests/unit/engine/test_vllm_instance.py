@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.vllm.requests import read_instance
 from kvbridge.engine.vllm.stats import TransferStats, add_counts, is_nothing, no_counts, summary
-from tests.helpers.hooked_vllm import FullAttentionSpec, cache_config, vllm_config
+from tests.helpers.hooked_vllm import FullAttentionSpec, SlidingWindowSpec, cache_config, vllm_config
 
 
 def event(kind: str, code: str = "", size: int = 0, seconds: float = 0.0) -> RoomEvent:
@@ -69,8 +70,55 @@ def test_that_nothing_is_held_any_more_is_something_and_is_not_forgotten_for_cou
 # ---------------------------------------------------------------------------------------------- the configuration
 
 
-def read(kv_role: str = "kv_producer", extra: dict[str, Any] | None = None, specs: Any = None, **more: Any) -> Any:
-    found = cache_config(*([FullAttentionSpec(128)] if specs is None else specs))
+class SinkFullAttentionSpec(FullAttentionSpec):
+    """As vLLM's."""
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    """As vLLM's."""
+
+
+@dataclass
+class CrossAttentionSpec:
+    block_size: int
+
+
+@dataclass
+class ChunkedLocalAttentionSpec:
+    block_size: int
+    attention_chunk_size: int
+
+
+@dataclass
+class CircularBufferSpec:
+    block_size: int
+
+
+@dataclass
+class MambaSpec:
+    block_size: int
+    shapes: tuple[tuple[int, ...], ...] = ((3, 8), (4, 2, 2))
+    dtypes: tuple[str, ...] = ("torch.bfloat16", "torch.float32")
+
+
+@dataclass
+class Uniform:
+    kv_cache_specs: dict[str, Any]
+
+
+FULL, NGRAM = FullAttentionSpec(128), SimpleNamespace(method="ngram")
+
+
+def read(
+    kv_role: str = "kv_producer",
+    extra: dict[str, Any] | None = None,
+    specs: Any = None,
+    host_resident: bool = False,
+    **more: Any,
+) -> Any:
+    found = cache_config(*([FULL] if specs is None else specs))
+    for group in found.kv_cache_groups:
+        group.host_resident = host_resident
     return read_instance(vllm_config(kv_role, extra, **more), found, version="0.32.0")
 
 
@@ -100,8 +148,51 @@ def test_an_instance_is_what_its_configuration_says() -> None:
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
         ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
         ({"speculative": SimpleNamespace(method="eagle")}, r"\(eagle\).*leave --speculative-config out"),
+        ({"speculative": NGRAM, "specs": [MambaSpec(64)]}, r"\(ngram\) moves states"),
+        ({"specs": [FULL, CrossAttentionSpec(16)]}, "kind CrossAttentionSpec"),
+        ({"specs": [SinkFullAttentionSpec(16)]}, "SinkFullAttentionSpec.*keeps tokens of the layer"),
+        (
+            {"specs": [Uniform({"a": FULL, "b": SlidingWindowSpec(16, 48)})]},
+            "keep different blocks: full attention.*sliding",
+        ),
+        ({"specs": [FULL], "host_resident": True}, "HiSparse"),
     ],
 )
 def test_what_cannot_be_transferred_is_refused_with_the_way_out(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=f"kvbridge cannot transfer this KV cache: .*{reason}"):
         read(**fields)
+
+
+def test_groups_are_read_with_what_both_sides_must_agree_on() -> None:
+    specs = [
+        SlidingWindowSpec(16, 48, extra_retained_tokens=2),
+        Uniform({"a": MLAAttentionSpec(64), "b": FullAttentionSpec(64)}),
+        ChunkedLocalAttentionSpec(32, 96),
+        MambaSpec(1024),
+        CircularBufferSpec(8),
+    ]
+    found = read(specs=specs)
+    assert [(group.kind.name, group.block_tokens, group.reach) for group in found.groups.groups] == [
+        ("WINDOW", 16, 50),
+        ("FULL", 64, 0),
+        ("CHUNK", 32, 96),
+        ("STATE", 1024, 0),
+        ("RING", 8, 0),
+    ]
+    assert (found.groups.block_tokens, found.groups.blocks, found.groups.has_states) == (64, 8, True)
+    told = {name: fact for name, fact in found.facts.items() if name.startswith("kv_") and name != "kv_cache_dtype"}
+    assert told["kv_group_0"].startswith("sliding window of 50, 16 tokens a block, 1 layers ")
+    assert told["kv_group_3"].endswith(", 3x8:bfloat16 4x2x2:float32")
+    assert told | {f"kv_group_{number}": "" for number in range(5)} == {
+        **{f"kv_group_{number}": "" for number in range(5)},
+        "kv_layout": "LBHNC",
+        "kv_step_back": "1 token",
+    }
+    other = read(specs=[SlidingWindowSpec(16, 49, extra_retained_tokens=2), *specs[1:]]).facts
+    assert {name for name in told if other[name] != told[name]} == {"kv_group_0"}
+    assert not read().groups.facts, "one group of full attention is described by its tensors"
+
+
+def test_drafts_that_are_looked_up_in_tokens_have_no_cache_and_are_allowed() -> None:
+    assert read(speculative=NGRAM).groups.is_plain
+    assert not read(speculative=NGRAM, specs=[FULL, SlidingWindowSpec(16, 48)]).groups.is_plain

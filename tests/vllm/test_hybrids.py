@@ -1,0 +1,223 @@
+"""Models with several kinds of cache: a prompt that was computed elsewhere has the tokens of an engine alone, at every length.
+
+The engines are of one process each (`engine.py`). NixlConnector beside ours makes the table of docs/vllm-false-hand-offs.md.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvbridge.engine.vllm.groups import CacheGroup, GroupKind
+from tests.engines.prompts import fresh, prompt
+from tests.engines.servers import Setup, together, wait_until
+from tests.engines.suite import running
+from tests.integration.test_vllm_roles import rows_cross
+from tests.vllm.engines import EnginePlan, Engines, model
+from tests.vllm.servers import HERE, HOLD, kvbridge, nixl_plan
+
+SOME = 24
+"""Prompts under way at once."""
+TOKENS = 4
+LENGTHS = {
+    # Windows of 48, blocks of 32; of 128 and 32; states in blocks as large as vLLM makes them; latent vectors in blocks of 16.
+    "gemma": [*range(1, 2 * 48 + 2 * 32 + 1)],
+    "gpt-oss": [*range(1, 2 * 128 + 2 * 32 + 1)],
+    "granite": [*range(1, 40), *range(40, 600, 23)],
+    "qwen": [*range(1, 40), *range(40, 600, 23)],
+    "deepseek": [*range(1, 40), *range(40, 200, 9)],
+}
+SETTINGS = {"gemma": {"block_size": 32}, "gpt-oss": {"block_size": 32}}
+DTYPES = {"qwen": "bfloat16"}
+CHUNK_TOKENS = 64
+BLOCKS = 80
+
+
+def plan(name: str, kind: str, transfer: dict | None = None, **settings: int) -> EnginePlan:
+    said = SETTINGS.get(kind, {}) | settings
+    return EnginePlan(name, transfer, shape=kind, dtype=DTYPES.get(kind, "float32"), blocks=BLOCKS, settings=said)
+
+
+@pytest.fixture(scope="module", params=LENGTHS)
+def fleet(request: pytest.FixtureRequest, setup: Setup) -> Iterator[Engines]:
+    kind = request.param
+    model(setup, kind)
+    transports = {"transports": {"order": ["mooncake"]}}
+    chunks = {"max_num_batched_tokens": CHUNK_TOKENS, "max_num_seqs": SOME}
+    plans = [
+        plan("prefill", kind, kvbridge("producer", **transports), **chunks),
+        plan("decode", kind, kvbridge("consumer", policy="recompute", **transports)),
+    ]
+    for engines in running(lambda: Engines(setup, plans), "vllm"):
+        engines.kind = kind
+        yield engines
+
+
+def test_every_length_in_plain_order(fleet: Engines) -> None:
+    completed = fleet.servers["decode"].rooms_completed()
+    for start in range(0, len(LENGTHS[fleet.kind]), SOME):
+        asked = [fresh(tokens) for tokens in LENGTHS[fleet.kind][start : start + SOME]]
+        fleet.expect(asked, TOKENS)
+        fleet.assert_right(asked, fleet.plain(asked, TOKENS))
+    moved = [tokens for tokens in LENGTHS[fleet.kind] if tokens > 1 or fleet.kind == "deepseek"]
+    assert fleet.servers["decode"].rooms_completed() - completed == len(moved)
+
+
+def test_lengths_in_paired_order_and_behind_what_decode_has(fleet: Engines) -> None:
+    """Prompts of two and more begin as one that decode has; prefill has the beginning, too."""
+    shared = prompt(400, f"shared by {fleet.kind}")
+    pair = fleet.pair("decode")
+    for order in ("plain", "paired"):
+        asked = [[*shared[:tokens], *fresh(further)] for tokens in (64, 128, 200, 256, 400) for further in (1, 31, 70)]
+        fleet.expect(asked, TOKENS)
+        fleet.servers["decode"].ask(shared, 1)
+        fleet.assert_right(asked, pair.ask_together(asked, TOKENS, order=order))
+    fleet.servers["decode"].forget()
+
+
+def test_preemption_of_prefill_and_of_decode(fleet: Engines) -> None:
+    asked = [fresh(700) for _ in range(8)]
+    fleet.expect(asked, 40)
+    pair = fleet.pair("decode")
+    for order in ("plain", "paired"):
+        fleet.assert_right(asked, pair.ask_together(asked, 40, order=order))
+        fleet.servers["decode"].forget()
+        fleet.servers["prefill"].forget()
+
+
+def test_clients_that_leave_and_prompts_that_nobody_asks_decode_for(fleet: Engines) -> None:
+    pair = fleet.pair("decode")
+    for seconds in (0.0, 0.05, 0.3):
+        to_prefill, to_decode = pair.draw_room()
+        asked = fresh(500)
+        got = together(
+            [
+                lambda: pair.prefill.ask(asked, 1, transfer=to_prefill, leave_after_s=seconds),  # noqa: B023
+                lambda: pair.decode.ask(asked, 200, transfer=to_decode, leave_after_s=seconds),  # noqa: B023
+            ]
+        )
+        assert all(not one.is_error or one.reason == "abort" for one in got)
+
+
+def test_a_load_that_fails_is_computed_by_decode_and_its_engine_goes_on(fleet: Engines) -> None:
+    """vLLM's engine ends when a failed load of several groups is reported by its blocks."""
+    pair, asked = fleet.pair("decode"), fresh(300)
+    fleet.expect([asked], TOKENS)
+    told = pair.hand_over(asked)
+    wrong = told | {"kvbridge": told["kvbridge"] | {"room": "4503599627370496"}}
+    fleet.assert_right([asked], [pair.decode.ask(asked, TOKENS, transfer=wrong)])
+    fleet.assert_right([asked], [pair.decode.ask(asked, TOKENS, transfer=told)])
+
+
+def test_prompts_with_logprobs_of_their_own_are_computed_whole(fleet: Engines) -> None:
+    pair, asked = fleet.pair("decode"), fresh(150)
+    fleet.expect([asked], TOKENS)
+    held = pair.prefill.ask(asked, 1, transfer=HOLD, further={"prompt_logprobs": 1})
+    got = pair.decode.ask(asked, TOKENS, transfer=held.transfer, further={"prompt_logprobs": 1})
+    fleet.assert_right([asked], [got])
+
+
+def test_prefill_s_node_is_killed(fleet: Engines) -> None:
+    pair, asked = fleet.pair("decode"), fresh(300)
+    fleet.expect([asked], TOKENS)
+    told = pair.hand_over(asked)
+    pair.prefill.node().kill()
+    fleet.assert_right([asked], [pair.decode.ask(asked, TOKENS, transfer=told)])
+    wait_until(lambda: pair.prefill.ask(fresh(100), 1, transfer=HOLD).transfer, "the next node holds prompts")
+
+
+# ------------------------------------------------------------------ beside NixlConnector
+
+WINDOW, BLOCK = 128, 32
+AROUND = range(WINDOW + BLOCK - 3, WINDOW + 4 * BLOCK + 2)
+
+
+@pytest.fixture
+def both(setup: Setup) -> Iterator[Engines]:
+    model(setup, "gpt-oss")
+    transports = {"transports": {"order": ["mooncake"]}}
+    nixls = [nixl_plan(name, role) for name, role in (("nixl-prefill", "producer"), ("nixl-decode", "consumer"))]
+    plans = [
+        plan("prefill", "gpt-oss", kvbridge("producer", **transports)),
+        plan("decode", "gpt-oss", kvbridge("consumer", **transports)),
+        *(
+            EnginePlan(
+                one.name,
+                one.transfer,
+                environment=one.environment,
+                shape="gpt-oss",
+                blocks=BLOCKS,
+                settings=SETTINGS["gpt-oss"],
+            )
+            for one in nixls
+        ),
+    ]
+    yield from running(lambda: Engines(setup, plans), "vllm")
+
+
+def test_windows_beside_nixl_connector(both: Engines, setup: Setup, say: list[str]) -> None:
+    asked = [fresh(tokens) for tokens in AROUND]
+    rows: dict[str, list[str]] = {}
+    for start in range(0, len(asked), SOME):
+        some = asked[start : start + SOME]
+        both.expect(some, 16)
+        for name, prefill, decode in (
+            ("kvbridge", "prefill", "decode"),
+            ("NixlConnector", "nixl-prefill", "nixl-decode"),
+        ):
+            got = both.plain(some, 16, decode=decode, prefill=prefill)
+            rows.setdefault(name, []).extend(both.wrong(*one) for one in zip(some, got, strict=True))
+    table = page(rows)
+    (setup.directory / "windows.md").write_text(table)
+    say += table.splitlines()
+    assert not any(rows["kvbridge"]), rows["kvbridge"]
+
+
+def page(rows: dict[str, list[str]]) -> str:
+    """Return the table of docs/vllm-false-hand-offs.md."""
+    lines = ["| connector | prompts | wrong answers | at these lengths |", "| --- | --- | --- | --- |"]
+    for name, found in rows.items():
+        wrong = [tokens for tokens, what in zip(AROUND, found, strict=True) if what]
+        lines.append(f"| {name} | {len(found)} | {len(wrong)} | {', '.join(map(str, wrong)) or 'none'} |")
+    return "\n".join(lines) + "\n"
+
+
+# ------------------------------------------------------------------ DeepSeek-V4, by vLLM's own planner and managers
+
+
+@pytest.fixture(scope="session")
+def planned(setup: Setup) -> dict:
+    """Also compares our order of blocks with vLLM's managers; see `planned.py`."""
+    command = [setup.python, HERE / "planned.py"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+    assert not done.returncode, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+ROWS = {"Flash": 1_002_240, "Pro": 1_435_968}
+
+
+@pytest.mark.parametrize("name", ["Flash", "Pro", "ring"])
+def test_every_byte_of_deepseek_v4_s_rows_crosses_and_no_other_changes(
+    planned: dict, name: str, say: list[str]
+) -> None:
+    said = planned["places"][name]
+    groups = [CacheGroup(GroupKind(kind), block, reach) for kind, block, reach in said["groups"]]
+    assert said["row"] == ROWS.get(name, said["row"])
+
+    def caches_of(pool: torch.Tensor) -> dict[str, torch.Tensor]:
+        """All caches as vLLM's workers get them: over each other in the rows of one pool."""
+        found = {}
+        for cache in said["caches"]:
+            states, size = cache["states"], cache["used"] // cache["states"]
+            strides = (pool.stride(0), cache["used"], size, 1)
+            found[cache["name"]] = pool.as_strided((pool.shape[0], 1, states, size), strides, cache["offset"])
+        return found
+
+    used = max(cache["offset"] + cache["used"] for cache in said["caches"])
+    counts = rows_cross(groups, caches_of, (said["row"], used, said["blocks"]), [1, 255, 500, 2048])
+    say.append(f"{name}: {counts} rows of {said['row']} bytes for 1, 255, 500 and 2,048 tokens")
