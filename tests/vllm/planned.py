@@ -228,7 +228,7 @@ def main() -> None:
         lengths += compare(name, KVCacheConfig(200, [], made), longest, 16)
     for name, config in configs.items():
         of_scheduler = generate_scheduler_kv_cache_config([config])
-        lengths += compare(name, KVCacheConfig(200, [], of_scheduler.kv_cache_groups), 600, 256)
+        lengths += compare(name, KVCacheConfig(1000, [], of_scheduler.kv_cache_groups), 600, 256)
     print(json.dumps({"lengths": lengths, "places": {name: places(config) for name, config in configs.items()}}))
 
 
