@@ -201,11 +201,12 @@ def _read_spec(spec: Any) -> CacheGroup:
     kind = next((_KINDS[name] for name in names if name in _KINDS), None)
     if kind is None:
         refuse(f"nothing is known about KV cache groups of the kind {names[0]}")
-    reach = {
-        GroupKind.WINDOW: lambda: spec.sliding_window + spec.extra_retained_tokens,
-        GroupKind.CHUNK: lambda: spec.attention_chunk_size,
-    }.get(kind, lambda: 0)
-    return CacheGroup(kind, spec.block_size, reach())
+    reach = 0
+    if kind is GroupKind.WINDOW:
+        reach = spec.sliding_window + spec.extra_retained_tokens
+    elif kind is GroupKind.CHUNK:
+        reach = spec.attention_chunk_size
+    return CacheGroup(kind, spec.block_size, reach)
 
 
 def _layers(group: Any) -> str:
