@@ -10,15 +10,17 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
+from kvbridge.core.ids import Role
 from kvbridge.engine import vllm as plugin
 from kvbridge.engine.vllm import connector
 from kvbridge.engine.vllm.connector import KvbridgeConnector, KvbridgeStats, KvbridgeWorkerMetadata
+from kvbridge.engine.vllm.groups import CacheGroup, CacheGroups, GroupKind
 from kvbridge.engine.vllm.prefill_rooms import BlockPins
 from kvbridge.engine.vllm.stats import add_counts, no_counts
 
@@ -29,7 +31,7 @@ def vllm_finds_it_by_its_name_and_by_its_path() -> None:
     module = SimpleNamespace(kv_connector=plugin.NAME, kv_connector_module_path=connector.__name__)
     assert KVConnectorFactory.get_connector_class_by_name(plugin.NAME) is KvbridgeConnector
     assert KVConnectorFactory.get_connector_class(module) is KvbridgeConnector
-    assert not supports_hma(KvbridgeConnector)
+    assert supports_hma(KvbridgeConnector), "models with several groups would lose their hybrid cache manager"
     assert not KvbridgeConnector.__abstractmethods__
 
 
@@ -37,7 +39,7 @@ def its_hooks_are_vllms() -> None:
     for name, ours in vars(KvbridgeConnector).items():
         if name.startswith("_") or not (inspect.isfunction(ours) or isinstance(ours, classmethod)):
             continue
-        theirs = getattr(KVConnectorBase_V1, name, None)
+        theirs = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name, None)
         if theirs is None:
             assert name in {"unregister_kv_caches", "restore_kv_caches"}, f"{name}: only 0.33 has these"
             continue
@@ -59,7 +61,9 @@ def pinned_blocks_are_not_given_away() -> None:
 def told(tokens: list[int], **fields: Any) -> Any:
     """A request of vLLM, made from a client's parameters, as the connector copies it."""
     params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
-    return connector._told(Request("r", tokens, params, None, **fields))
+    groups = CacheGroups((CacheGroup(GroupKind.FULL, 16),), {})
+    place = SimpleNamespace(_instance=SimpleNamespace(groups=groups, roles=(Role.PREFILL,)))
+    return KvbridgeConnector._told(place, Request("r", tokens, params, None, **fields))
 
 
 def requests_are_compared_by_all_that_decides_about_their_cache() -> None:
