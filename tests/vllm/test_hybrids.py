@@ -1,6 +1,6 @@
 """Models with several kinds of cache: a prompt that was computed elsewhere has the tokens of an engine alone, at every length.
 
-The engines are of one process each (`engine.py`). NixlConnector beside ours makes the table of docs/vllm-false-hand-offs.md.
+The engines are of one process each (`engine.py`). NixlConnector beside ours makes the table of docs/false-hand-offs.md.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def test_windows_beside_nixl_connector(both: Engines, setup: Setup, say: list[st
 
 
 def page(rows: dict[str, list[str]]) -> str:
-    """Return the table of docs/vllm-false-hand-offs.md."""
+    """Return the table of docs/false-hand-offs.md."""
     lines = ["| connector | prompts | wrong answers | at these lengths |", "| --- | --- | --- | --- |"]
     for name, found in rows.items():
         wrong = [tokens for tokens, what in zip(AROUND, found, strict=True) if what]
