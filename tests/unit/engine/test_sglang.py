@@ -551,6 +551,51 @@ def test_a_defect_while_a_request_is_served_ends_that_request(
     assert [kind for kind, _ in attachment.said] == ["Hold", "AbortRoom", "Fetch", "AbortRoom"]
 
 
+@pytest.mark.parametrize(("follows_room", "is_routed"), [(True, False), (True, True), (False, False)])
+def test_decode_finds_the_group_that_computes_a_room(
+    manager: Any, backend: ModuleType, follows_room: bool, is_routed: bool
+) -> None:
+    told: list[int] = []
+    manager.instance = SimpleNamespace(dp_size=2, dp_rank=0, follows_room=follows_room, runs_node=True)
+    manager._announcement = SimpleNamespace(computes=told.append)
+    ours, other = (backend.KvbridgeSender(manager, "host:1", room, is_routed) for room in (4, 7))
+    assert (ours.poll(), other.poll() == Poll.FAILED) == (Poll.WAITING, follows_room and not is_routed)
+    assert told == ([] if follows_room else [4, 7])
+    if other.poll() == Poll.FAILED:
+        with pytest.raises(backend.TransferError, match="group 0 has got it, and decode will ask group 1"):
+            other.failure_exception()
+
+
+def test_the_pages_of_a_failed_request_are_kept_until_all_ranks_serve_the_next_node(
+    manager: Any, backend: ModuleType, rooms: Rooms, attachment: Attachment
+) -> None:
+    rooms.holds_back, manager.held = True, {}
+    receiver = backend.KvbridgeReceiver(manager, "host:1", 7)
+    receiver.init(0)
+    receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+    attachment.node = ""
+    assert receiver.poll() == Poll.FAILED
+    receiver.ensure_abort_notified(force_arm=True)
+    assert (receiver.abort_notified, manager.is_abort_release_safe(7, 0)) == (True, False)
+    attachment.node = "b"
+    assert manager.is_abort_release_safe(7, 0)
+    manager.clear_deferred_abort_state(7)
+    assert not manager.held
+
+
+def test_a_room_that_another_rank_has_failed_is_given_up(
+    manager: Any, backend: ModuleType, attachment: Attachment
+) -> None:
+    for side in (backend.KvbridgeSender, backend.KvbridgeReceiver):
+        made = side(manager, "host:1", 9)
+        if side is backend.KvbridgeReceiver:
+            made.init(0)
+        with pytest.raises(backend.TransferError, match="another rank") as raised:
+            made.failure_exception()
+        assert raised.value.is_from_another_rank
+        assert attachment.said[-1][0] == "AbortRoom"
+
+
 def test_a_defect_in_a_look_at_the_node_ends_nothing(manager: Any, backend: ModuleType, attachment: Attachment) -> None:
     sender = backend.KvbridgeSender(manager, "host:1", 1)
     attachment.due = [None]  # type: ignore[list-item]
