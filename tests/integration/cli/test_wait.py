@@ -44,7 +44,9 @@ def wait(*arguments: str):
     return CliRunner().invoke(app, ["wait", *arguments])
 
 
-READY, NOT_READY = (Readiness(ready=True), Readiness(ready=False, reasons=("rank worker pp0.tp0 starts", "no pages")))
+READY = Readiness(ready=True, reasons=("bootstrap is away",))
+"""A node that was known goes on without bootstrap, and says so."""
+NOT_READY = Readiness(ready=False, reasons=("rank worker pp0.tp0 is starting", "no pages"))
 ALONE = Readiness(ready=False, reasons=("no decode instance is ready",))
 
 
