@@ -97,23 +97,12 @@ class Pod:
 
     def engine(self, role, room, *, user=ENGINE, groups=(ENGINE, SHARED), **more):
         daemon = self.prefill if role == "prefill" else self.decode
-        job = {
-            "role": role,
-            "runtime_dir": str(daemon.runtime_dir),
-            "daemon_user": DAEMON,
-            "room": room,
-            "tokens": TOKENS,
-        }
-        job |= {"hold": False, **more}
+        job = {"role": role, "runtime_dir": str(daemon.runtime_dir), "daemon_user": DAEMON, "room": room}
+        job |= {"tokens": TOKENS, "hold": False, **more}
         command = [sys.executable, "-m", "tests.helpers.other_user", json.dumps(job)]
-        return subprocess.Popen(
-            [*as_user(user, groups, namespaces=CONTAINER), *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd="/",
-            env={**os.environ, **SOURCES},
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [*as_user(user, groups, namespaces=CONTAINER), *command]
+        return subprocess.Popen(command, **pipes, cwd="/", env={**os.environ, **SOURCES})
 
     def room(self) -> int:
         answer = httpx.post(f"{self.bootstrap.url}/v1/requests", json={"prompt_tokens": TOKENS}, timeout=60)

@@ -236,19 +236,13 @@ def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> 
         # Rows are small and cores few: the oracle's threads would mostly wait for each other.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
-        source = stack.enter_context(
-            closing(
-                NodePools(
-                    setting.geometry, setting.source, setting.source_form, directory=directory, colour=SOURCE_COLOUR
-                )
-            )
+        sides = (
+            (setting.source, setting.source_form, SOURCE_COLOUR),
+            (setting.destination, setting.destination_form, CANARY),
         )
-        destination = stack.enter_context(
-            closing(
-                NodePools(
-                    setting.geometry, setting.destination, setting.destination_form, directory=directory, colour=CANARY
-                )
-            )
+        source, destination = (
+            stack.enter_context(closing(NodePools(setting.geometry, ranks, form, directory=directory, colour=colour)))
+            for ranks, form, colour in sides
         )
         workers: list[WorkerThread] = []
         descriptions = process.start(destination.setups(transports, TRANSFER_TIMEOUT_S))

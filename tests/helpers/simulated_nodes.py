@@ -154,18 +154,8 @@ class Worker:
         lost, epoch = self.paths[order.order]
         over = next(name for name in TRANSPORTS if name != lost)
         self.paths[order.order] = over, self.endpoints[order.order][over]
-        room, generation = order.room, order.generation
-        self.outbox.append(
-            Rerouted(
-                room=room,
-                generation=generation,
-                rank=self.rank,
-                lost=lost,
-                over=over,
-                epoch=epoch,
-                in_transit=in_transit,
-            )
-        )
+        about = {"room": order.room, "generation": order.generation, "rank": self.rank}
+        self.outbox.append(Rerouted(**about, lost=lost, over=over, epoch=epoch, in_transit=in_transit))
 
     def end(self, order: Send, *, well: bool, in_transit: bool = False, quiet: bool = True) -> None:
         self.orders.remove(order)
@@ -182,19 +172,9 @@ class Worker:
             if room.digest is not DigestKind.NONE:
                 self.arrived[owner] ^= order.order
                 self.outbox.append(digested(order, self.rank, order.order, order=order.order))
-        error = {} if well else {"error_code": "transport_failed", "error": "cable"}
-        self.outbox.append(
-            Sent(
-                room=order.room,
-                generation=order.generation,
-                rank=self.rank,
-                order=order.order,
-                amounts=amounts,
-                quiet=quiet,
-                in_transit=in_transit or not quiet,
-                **error,
-            )
-        )
+        about = {"room": order.room, "generation": order.generation, "rank": self.rank, "order": order.order}
+        about |= {} if well else {"error_code": "transport_failed", "error": "cable"}
+        self.outbox.append(Sent(**about, amounts=amounts, quiet=quiet, in_transit=in_transit or not quiet))
         self._confirm(owner)
 
     def _move(self, order: Send, source: Tables, destination: Tables) -> None:

@@ -25,7 +25,11 @@ class TriedCluster:
     ):
         self.folder = folder
         self.kvbridge = kvbridge
-        self.environment = dict(os.environ if environment is None else environment)
+        self._where = {
+            "cwd": folder.parent,
+            "env": dict(os.environ if environment is None else environment),
+            "text": True,
+        }
         held = ExitStack()
         self.ports = dict(zip(("bootstrap", "prefill", "decode"), held.enter_context(held_ports(3)), strict=True))
         weakref.finalize(self, held.close)
@@ -40,27 +44,16 @@ class TriedCluster:
         return told.stdout
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*self.kvbridge, *arguments],
-            cwd=self.folder.parent,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=SAID_S + END_S,
-            check=False,
-        )
+        return self._run([*self.kvbridge, *arguments], SAID_S + END_S)
+
+    def _run(self, command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, **self._where, capture_output=True, timeout=limit_s, check=False)
 
     def start(self, *arguments: str, said: Path) -> subprocess.Popen[str]:
         """Start a command that Ctrl-C reaches, though tests may run in the background, where it is ignored."""
         with said.open("w") as output:
-            return subprocess.Popen(
-                ["env", "--default-signal=INT", *self.kvbridge, *arguments],
-                cwd=self.folder.parent,
-                env=self.environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            command = ["env", "--default-signal=INT", *self.kvbridge, *arguments]
+            return subprocess.Popen(command, **self._where, stdout=output, stderr=subprocess.STDOUT)
 
     @contextmanager
     def up(self) -> Iterator[subprocess.Popen[str]]:
@@ -88,15 +81,7 @@ class TriedCluster:
         """Do in a shell what `up` says to try, and check what decode's engine has read."""
         steps = re.search(r"^  room=.*wait$", self.said("Ctrl-C drains"), re.MULTILINE | re.DOTALL)
         assert steps
-        done = subprocess.run(
-            ["bash", "-ec", steps[0]],
-            cwd=self.folder.parent,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=SAID_S,
-            check=False,
-        )
+        done = self._run(["bash", "-ec", steps[0]], SAID_S)
         assert done.stdout.startswith("swa_kv layer 5 (128, 104) {5}"), (done.stdout, done.stderr)
 
 

@@ -31,28 +31,12 @@ PLACES = st.lists(st.builds(PeerAddress, endpoint=ENDPOINTS, public_key=st.text(
 GENERATIONS = st.sampled_from([1, 2, MOST])
 FOR_ADMISSION = {"generation": GENERATIONS, "prompt_tokens": TOKENS}
 DIGESTS = st.sampled_from([b"", b"d" * 32])
+BY_ENGINES = COMMON | FOR_ADMISSION | {"prompt_digest": DIGESTS, "tables": st.none() | TABLES}
+METADATA = st.just(b"") | st.just(b"m" * 65_536)
 CALLS = st.one_of(
     st.builds(calls.Admit, **COMMON, **FOR_ADMISSION, max_new_tokens=SOME, page_hashes=KEYS),
-    st.builds(
-        calls.Hold,
-        **COMMON,
-        **FOR_ADMISSION,
-        prompt_digest=DIGESTS,
-        tables=st.none() | TABLES,
-        computed_tokens=SOME,
-        published_tokens=SOME,
-        metadata=st.just(b"") | st.just(b"m" * 65_536),
-    ),
-    st.builds(
-        calls.Fetch,
-        **COMMON,
-        **FOR_ADMISSION,
-        prompt_digest=DIGESTS,
-        prefill=PLACES.map(tuple),
-        held=st.booleans(),
-        tables=st.none() | TABLES,
-        prefix_tokens=SOME,
-    ),
+    st.builds(calls.Hold, **BY_ENGINES, computed_tokens=SOME, published_tokens=SOME, metadata=METADATA),
+    st.builds(calls.Fetch, **BY_ENGINES, prefill=PLACES.map(tuple), held=st.booleans(), prefix_tokens=SOME),
     st.builds(
         calls.Begin,
         **COMMON,

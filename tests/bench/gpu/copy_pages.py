@@ -1,6 +1,7 @@
 """Whole C4 pages between device and host by kernel, scattered on both sides, beside one copy of as many bytes by a copy engine."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,20 +63,10 @@ def _case(beds: Beds, way: str, *, layers: int, pages: int) -> dict[str, Any]:
         copier.submit(operations, stream=beds.stream)
         wrong = _wrong_pages(source, target, ids, layers=layers, each=each)
         assert not wrong, f"{wrong} wrong pages: {way}, {layers} layers, {pages} pages"
-        us = timing.event_us(
-            0,
-            beds.stream,
-            lambda: copier.submit(operations, stream=beds.stream),
-            replays=beds.replays,
-            before=lambda _: beds.flush.enqueue(beds.stream),
-        )
-    link_us = timing.graph_us(
-        0,
-        beds.stream,
-        lambda: runtime.copy(target, source, total, device=0, stream=beds.stream),
-        replays=beds.replays,
-        before=lambda _: beds.flush.enqueue(beds.stream),
-    )
+        how: dict[str, Any] = {"replays": beds.replays, "before": lambda _: beds.flush.enqueue(beds.stream)}
+        us = timing.event_us(0, beds.stream, lambda: copier.submit(operations, stream=beds.stream), **how)
+    copy = partial(runtime.copy, target, source, total, device=0, stream=beds.stream)
+    link_us = timing.graph_us(0, beds.stream, copy, **how)
     return {
         "way": way,
         "layers": layers,

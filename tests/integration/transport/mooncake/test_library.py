@@ -17,16 +17,9 @@ NONE_FOUND = '{"cpu:0": [[], []]}'
 
 
 def python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={
-            name: value for name, value in os.environ.items() if not name.startswith("MC_")
-        },  # of tests before this one
-        capture_output=True,
-        text=True,
-        timeout=SLOW_START_S,
-        check=False,
-    )
+    command = [sys.executable, "-c", code]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}  # of tests before this one
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SLOW_START_S, check=False)
     assert done.returncode == 0, f"it ended with {done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout
 
