@@ -41,15 +41,7 @@ _failed: dict[str, tuple[str, ...]] = {}
 """Each file with a failure, and those that its process had run before."""
 _durations: dict[str, float] = {}
 """Seconds that each file has taken."""
-KINDS_S = {
-    "faults": 60.0,
-    "contract": 60.0,
-    "docs": 60.0,
-    "deploy": 40.0,
-    "integration": 30.0,
-    "operate": 20.0,
-    "page": 20.0,
-}
+KINDS_S = {"faults": 60, "contract": 60, "docs": 60, "deploy": 40, "integration": 30, "operate": 20, "page": 20}
 """Estimated seconds of a file that was not measured yet, by its folder."""
 
 
@@ -71,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if MARK in os.environ:
         known = read_durations()
         files = {item.nodeid.partition("::")[0] for item in items}
-        took_s = {file: known.get(file, KINDS_S.get(Path(file).parts[1], 1.0)) for file in files}
+        took_s = {file: known.get(file, float(KINDS_S.get(Path(file).parts[1], 1))) for file in files}
         items.sort(key=lambda item: -max(0, math.frexp(took_s[item.nodeid.partition("::")[0]])[1]))
 
 

@@ -113,14 +113,9 @@ class LoadEngine:
             if filled:
                 self._fill(engine, begun, start, stop, keys, tables=begun.tables, prompt_tokens=tokens)
             begun.publish(stop)
-        told = {
-            "prefill": begun.held_by_prefill,
-            "prefill_host": begun.host_tokens,
-            "prefill_s": time.monotonic() - begun_s,
-        }
-        begun.finish(
-            metadata=json.dumps(told).encode() if keys else b"", checkpoints=tuple(begun.checkpoints) if keys else ()
-        )
+        told = {"prefill": begun.held_by_prefill, "prefill_host": begun.host_tokens}
+        metadata = json.dumps(told | {"prefill_s": time.monotonic() - begun_s}).encode() if keys else b""
+        begun.finish(metadata=metadata, checkpoints=tuple(begun.checkpoints) if keys else ())
 
     @staticmethod
     def _fill(engine: PrefillEngine, begun: PrefillRoom, start: int, stop: int, keys: Keys, **where: Any) -> None:

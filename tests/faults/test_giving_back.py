@@ -74,11 +74,8 @@ LIMITS = {
 
 def test_every_deadline() -> None:
     """A room for each limit, all at once: it fails with the name of the limit, and nothing stays behind."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        held_ports(1) as (closed,),
-        scene(timeouts=LIMITS) as stage,
-    ):
+    server = socket.create_server(("127.0.0.1", 0))
+    with server as listener, held_ports(1) as (closed,), scene(timeouts=LIMITS) as stage:
         silent, nobody = (f"tcp://127.0.0.1:{port}" for port in (listener.getsockname()[1], closed))
         rooms = stage.bring([State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED])
         unknown = stage.admit_on_decode(1 << 40)

@@ -303,12 +303,7 @@ def test_open_endpoints_are_refused_at_the_start(secure: Secure) -> None:
         ("decode", local | {"http": {"host": "0.0.0.0", "port": 0}}, "http.host is 0.0.0.0, which others can reach", 2),
         ("bootstrap", {"http": {"host": "0.0.0.0", "port": 0}}, "http.host is 0.0.0.0, which others can reach", 2),
         ("prefill", local | {"control": {**PUBLIC, "curve": {"secret_key_file": str(loose)}}}, f"chmod 600 {loose}", 3),
-        (
-            "decode",
-            local | {"http": {"port": 0, "token_file": str(folder / "none")}},
-            "http.token_file: cannot read",
-            3,
-        ),
+        ("decode", local | {"http": {"port": 0, "token_file": f"{folder}/none"}}, "http.token_file: cannot read", 3),
     ]
     started = []
     for number, (role, change, text, code) in enumerate(cases):

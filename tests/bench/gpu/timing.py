@@ -133,15 +133,8 @@ class Gather:
 
     def launch(self, device: int, stream: int, shape: tuple[int, int]) -> None:
         """Gather once; `shape` is blocks and threads."""
-        arguments = (
-            self.source_rows,
-            self.target_rows,
-            np.int32(self.count),
-            self.source,
-            self.target,
-            self.page_bytes,
-        )
-        _kernel("bare_gather", device).launch(arguments, grid=shape[0], block=shape[1], stream=stream)
+        given = (self.source_rows, self.target_rows, np.int32(self.count), self.source, self.target, self.page_bytes)
+        _kernel("bare_gather", device).launch(given, grid=shape[0], block=shape[1], stream=stream)
 
 
 PAGE_BYTES = 37_440

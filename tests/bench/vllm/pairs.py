@@ -156,10 +156,5 @@ def _rows(file: Path) -> Iterator[Row]:
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    return {
-        "median": median(values),
-        "p99": percentile(values, 99),
-        "min": min(values),
-        "max": max(values),
-        "count": len(values),
-    }
+    found = {"median": median(values), "p99": percentile(values, 99), "min": min(values), "max": max(values)}
+    return found | {"count": len(values)}

@@ -157,22 +157,13 @@ MODEL = {"enabled": True, "model_name": "m", "model_revision": "1"}
 
 
 def prefill_tier(host: dict[str, Any], *, model: str = "deepseek-v4-flash", **pools: Any) -> PrefillConfig:
-    return PrefillConfig.model_validate(
-        {
-            "instance": "p",
-            "model": {"preset": model},
-            "tier": MODEL | {"host": host},
-            "pools": {"device": PAGES} | pools,
-        }
-    )
+    facts = {"instance": "p", "model": {"preset": model}, "tier": MODEL | {"host": host}}
+    return PrefillConfig.model_validate(facts | {"pools": {"device": PAGES} | pools})
 
 
 def decode_tier(host: dict[str, Any], *, model: str = "deepseek-v4-flash", **more: Any) -> DecodeConfig:
-    pools = {"device": PAGES, "host": {"pages": 4}}
-    tier = MODEL | {"host": host}
-    return DecodeConfig.model_validate(
-        {"instance": "d", "model": {"preset": model}, "tier": tier, "pools": pools} | more
-    )
+    facts = {"instance": "d", "model": {"preset": model}, "tier": MODEL | {"host": host}}
+    return DecodeConfig.model_validate(facts | {"pools": {"device": PAGES, "host": {"pages": 4}}} | more)
 
 
 def planned(config: PrefillConfig | DecodeConfig) -> NodeLayout:

@@ -364,11 +364,8 @@ def test_a_transport_that_cannot_be_replaced_is_told_of_and_given_up():
     assert old.closed
     assert [(room.room, room.quiet) for room in bench.link.take(RoomClosed)] == [(1, True)]
     [told] = bench.link.take(TransportsNotBuilt)
-    assert (told.transports, told.error_code, told.error) == (
-        ("one",),
-        "registration_failed",
-        "no memory can be locked",
-    )
+    failed = (("one",), "registration_failed", "no memory can be locked")
+    assert (told.transports, told.error_code, told.error) == failed
     answers = {answer.peer: answer for answer in bench.link.take(PeerConnected)}
     assert answers[OTHER].transports == ("two",)
     assert "one is not there at present" in answers[DECODE].error
