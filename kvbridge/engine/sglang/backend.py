@@ -58,9 +58,6 @@ RoomT = TypeVar("RoomT", SentRoom, FetchedRoom)
 class TransferError(Exception):
     """The end of a transfer, in words that SGLang gives to the client."""
 
-    is_from_another_rank = False
-    """SGLang reads it: the other rank's log has the reason."""
-
 
 class KvbridgeManager(BaseKVManager):
     """One rank's part of the node beside SGLang."""
@@ -266,10 +263,8 @@ class _OneRoom:
 
     def failure_exception(self) -> None:
         """Raise the reason. SGLang calls this on every rank when one of them says that the room has failed."""
-        error = TransferError(self._room.reason or OTHER_RANK)
-        error.is_from_another_rank = not self._room.reason
         self.kv_mgr.rooms.give_up(self._room, OTHER_RANK)
-        raise error
+        raise TransferError(self._room.reason or OTHER_RANK)
 
     def clear(self) -> None:
         self.kv_mgr.rooms.forget(self._room)
