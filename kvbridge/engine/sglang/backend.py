@@ -33,7 +33,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from kvbridge.core.errors import BridgeError
-from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role
+from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.attachment import NodeAttachment
@@ -98,7 +98,9 @@ class KvbridgeManager(BaseKVManager):
             hisparse=role is Role.DECODE and scheduler.enable_hisparse,
         )
         require_nameable(pools, scheduler.model_config.context_len)
-        ranks = _told_by_all(instance, pools)
+        ranks = {instance.rank: pools}
+        if instance.tp_size * instance.pp_size > 1:
+            ranks = dict(get_parallel().world_group.all_gather_object((instance.rank, pools)))
         cache = instance_geometry(
             ranks,
             name=str(instance.facts["model"]),
@@ -208,14 +210,6 @@ class KvbridgeManager(BaseKVManager):
     def teardown(self) -> None:
         """Nothing of this process moves a byte afterwards, and no child of it is left."""
         self._closing.close()
-
-
-def _told_by_all(instance: Instance, pools: Any) -> dict[Rank, Any]:
-    """Exchange the pools of all ranks of this data-parallel group: a collective call when there are several."""
-    if instance.tp_size * instance.pp_size == 1:
-        return {instance.rank: pools}
-    told = get_parallel().world_group.all_gather_object((instance.dp_rank, instance.rank, pools))
-    return {rank: theirs for dp_rank, rank, theirs in told if dp_rank == instance.dp_rank}
 
 
 def _group_node(instance: Instance, node: Node) -> GroupNode | None:

@@ -18,7 +18,7 @@ from kvbridge.engine.sglang import SETTINGS_FILE, SGLANG
 
 @dataclass(frozen=True)
 class Instance:
-    """One attention data-parallel group of an SGLang server, as one of its scheduler processes sees it."""
+    """One data-parallel replica of an SGLang server, as one of its scheduler processes sees it."""
 
     role: Role
     rank: Rank
@@ -71,8 +71,7 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
     Raises UnsupportedError for a split that kvbridge does not serve, ConfigError for the user's settings.
     """
     _require_supported(role, arguments, parallel)
-    # Of DP attention or of replicas: SGLang has one of them.
-    dp_rank = parallel.attn_dp_rank or getattr(parallel, "dp_rank", 0) or 0
+    dp_rank = getattr(parallel, "dp_rank", 0) or 0
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(arguments.host, arguments.host)  # noqa: S104 - a wildcard, not a listener
     return Instance(
         role=role,
@@ -80,7 +79,7 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
         tp_size=parallel.attn_tp_size,
         pp_size=parallel.pp_size,
         dp_rank=dp_rank,
-        dp_size=getattr(parallel, "num_dp_ranks", parallel.dp_size),
+        dp_size=parallel.dp_size,
         engine_id=f"{host}-{arguments.port}-dp{dp_rank}",
         http_port=arguments.port,
         bootstrap_url=f"http://{_bracketed(host)}:{arguments.disaggregation_bootstrap_port}",
