@@ -28,10 +28,18 @@ SHAPES = {
         "mlp_layer_types": ["dense"] * LAYERS,
         "sliding_window": WINDOW_TOKENS,
     },
+    # Latent attention: one row of 576 elements a layer. No layer has experts.
+    "latent": {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "q_lora_rank": None,
+        "first_k_dense_replace": LAYERS,
+    },
 }
 SHAPES["stranger"] = SHAPES["tiny"]  # another model of the same form
 SEEDS = {"stranger": 4321}
-FAMILIES = {"window": "mellum"}
+FAMILIES = {"window": "mellum", "latent": "deepseek_v2"}
 SHARPER = {"q_proj": 8.0, "k_proj": 8.0, "v_proj": 4.0, "o_proj": 4.0, "mlp": 4.0, "lm_head": 4.0}
 """How much larger weights are than transformers makes them."""
 

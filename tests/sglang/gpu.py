@@ -159,12 +159,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sglang.gpu", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("out/sglang-gpu"))
     parser.add_argument("--processor", action="store_true", help="compute on the processor, in float32")
+    parser.add_argument("--shape", default="fat", choices=("fat", "tiny", "latent"), help="of the model")
     parser.add_argument("--default-kernels", action="store_true", help="without deterministic inference")
     parser.add_argument("--only", action="append", choices=[case.__name__ for case in CASES])
     given = parser.parse_args()
     output = given.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
-    device, shape = (PROCESSOR, "tiny") if given.processor else (CUDA, "fat")
+    device, shape = PROCESSOR if given.processor else CUDA, given.shape
     extra = () if given.processor or given.default_kernels else (DETERMINISTIC,)
     local = {"transports": {"order": ["local"]}}
     plans = [
