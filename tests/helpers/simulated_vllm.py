@@ -136,8 +136,6 @@ class Engine:
         self.seen = Counter()
         """Counts of events, to test that this test does something."""
 
-    # ------------------------------------------------------------------ blocks
-
     def unused(self) -> list[int]:
         known = set(self.known.values())
         return sorted((one for one in range(1, 1 + self.count) if not self.readers[one]), key=lambda one: one in known)
@@ -167,8 +165,6 @@ class Engine:
         for label, one in zip(job.labels[: min(job.computed, job.whole)], job.blocks, strict=False):
             self.known.setdefault(label, one)
 
-    # ------------------------------------------------------------------ users
-
     def add(self, job: Job) -> None:
         self.requests[job.request.id] = job
         self.queue.append(job.request.id)
@@ -178,8 +174,6 @@ class Engine:
         if self.requests[name].status is not Status.FINISHED:
             self.seen[f"aborted {self.requests[name].status.name}"] += 1
             self.finish(name, well=False)
-
-    # ------------------------------------------------------------------ a step
 
     def step(self) -> None:
         self.schedule()
@@ -313,8 +307,6 @@ class Engine:
                 self.know(job)
             else:
                 job.to_generate -= 1
-
-    # ------------------------------------------------------------------ what vLLM makes of a step's output
 
     def update(self, sent: set[str], received: set[str], failed: set[str]) -> None:
         for name in [one for one in self.scheduled if one in self.running]:

@@ -1,7 +1,5 @@
 """The node of the connector's halves in tests: an attachment without its thread, over a link that a test has made."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,14 +1,12 @@
 """Both halves of the connector over real nodes and tensors, with this test in vLLM's place."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,9 +40,7 @@ def runtime_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 class Vllm:
     """A vLLM without the model, all of its workers in this process."""
 
-    def __init__(
-        self, *roles: Role, tp_size: int = 1, tensors: dict[str, torch.Tensor] | None = None, **more: Any
-    ) -> None:
+    def __init__(self, *roles: Role, tp_size: int = 1, tensors: dict[str, torch.Tensor] | None = None, **more: Any):
         """`tensors` and `more`: the caches of its only worker, and fields of the instance, of another model."""
         ranks = [Rank(pp=0, tp=tp) for tp in range(tp_size)]
         self.caches = [tensors or caches(range(3), 4 // tp_size, 6) for _ in ranks]
@@ -101,11 +97,7 @@ class Vllm:
         return self.scheduler.prefill if role is Role.PREFILL else self.scheduler.decode
 
     def load(
-        self,
-        params: dict[str, Any] | None,
-        *blocks: list[int],
-        digest: bytes = b"p",
-        tokens: int = PROMPT,
+        self, params: dict[str, Any] | None, *blocks: list[int], digest: bytes = b"p", tokens: int = PROMPT
     ) -> str:
         """A request whose prompt is elsewhere, up to where vLLM waits for its blocks, which are those of each group."""
         request = Request(f"load-{uuid.uuid4()}", tokens, digest, params)
@@ -222,12 +214,7 @@ def test_instances_of_both_roles_serve_each_other() -> None:
         assert (source.sent[1:], target.received[1:]) == ([], [])
 
 
-def rows_cross(
-    groups: Sequence[CacheGroup],
-    caches_of: Callable[[torch.Tensor], dict[str, torch.Tensor]],
-    sizes: tuple[int, int, int],
-    prompts: Sequence[int],
-) -> list[int]:
+def rows_cross(groups, caches_of, sizes, prompts):
     """Prompts cross between two pools of rows, and every byte of their blocks is compared, and that no other byte has changed.
 
     `sizes`: bytes of a row, bytes that caches have of it, and rows of a pool. Returns how many rows each prompt had.

@@ -38,8 +38,6 @@ class ConnectorMachine(RuleBasedStateMachine):
     def side(self, name):
         return getattr(self.pair, name)
 
-    # ------------------------------------------------------------------ users
-
     @precondition(lambda self: self.pair.jobs < MOST_REQUESTS)
     @rule(tokens=PROMPTS)
     def prompt_arrives(self, tokens):
@@ -157,8 +155,6 @@ class ConnectorMachine(RuleBasedStateMachine):
         if engine.requests:
             engine.abort(sorted(engine.requests)[which % len(engine.requests)])
 
-    # ------------------------------------------------------------------ engines and nodes
-
     @rule(name=SIDES, count=st.integers(1, 4))
     def engine_steps(self, name, count):
         for _ in range(count):
@@ -180,8 +176,6 @@ class ConnectorMachine(RuleBasedStateMachine):
             for side in self.pair.sides:
                 side.engine.step()
             self.pair.settle()
-
-    # ------------------------------------------------------------------ transfers
 
     @rule(count=st.integers(1, 4))
     def messages_arrive(self, count):
@@ -227,8 +221,6 @@ class ConnectorMachine(RuleBasedStateMachine):
             self.pair.world.deliver_all()
         self.pair.world.clock.advance(seconds)
         self.pair.world.tick()
-
-    # ------------------------------------------------------------------ disasters
 
     @precondition(lambda self: self.disasters)
     @rule(rank=st.sampled_from(RANKS))

@@ -1,7 +1,5 @@
 """Whatever a client sends as `kv_transfer_params`: no hook of vLLM raises, and nothing of the request is left when it has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """vLLM's suite. `make test-vllm`; not a part of `make test`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

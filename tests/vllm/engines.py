@@ -1,7 +1,5 @@
 """Engines in one process each (`engine.py`), in the place of servers: for cases about models."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

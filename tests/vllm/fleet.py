@@ -1,7 +1,5 @@
 """vLLM's servers, and how they are watched."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Weights are larger than transformers makes them, so that every block and every state changes the answer.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

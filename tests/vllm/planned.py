@@ -146,21 +146,10 @@ def places(config: KVCacheConfig) -> dict[str, Any]:
             spec = spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
             offset = tensor.offset + index * tensor.layer_stride
             used = spec.num_states * spec.state_content_size_bytes
-            caches.append(
-                {
-                    "name": name,
-                    "group": of[name],
-                    "offset": offset,
-                    "states": spec.num_states,
-                    "used": used,
-                }
-            )
+            caches.append({"name": name, "group": of[name], "offset": offset, "states": spec.num_states, "used": used})
     [row] = {tensor.block_stride for tensor in config.kv_cache_tensors}
     groups = [(one.kind, one.block_tokens, one.reach) for one in read_groups(config).groups]
     return {"row": row, "blocks": config.num_blocks, "groups": groups, "caches": caches}
-
-
-# ---------------------------------------------------------------------------------------------- the managers
 
 
 def unpacked() -> Iterator[tuple[str, list[KVCacheSpec], int]]:

@@ -1,7 +1,5 @@
 """Real vLLM servers: how they are started and asked, alone and as a pair."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

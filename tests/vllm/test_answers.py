@@ -1,7 +1,5 @@
 """The tokens of a prompt that was computed elsewhere are those of a server that computed it itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.engines.fleet import CHUNK_TOKENS, DECODES

@@ -3,8 +3,6 @@
 Both connectors run under vLLM's default policy, `fail`; NixlConnector's column of docs/false-hand-offs.md is not asserted.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The decode server with Mooncake computes again (`recompute`), the one with NIXL says an error (`fail`); both are asked in each case.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Callable, Sequence

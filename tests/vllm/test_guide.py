@@ -1,7 +1,5 @@
 """The connector class as vLLM sees it; and three commands and a question of docs/vllm.md, typed as a newcomer types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 The engines are of one process each (`engine.py`). NixlConnector beside ours makes the table of docs/false-hand-offs.md.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator
@@ -130,8 +128,6 @@ def test_prefill_s_node_is_killed(fleet: Engines) -> None:
     wait_until(lambda: pair.prefill.ask(fresh(100), 1, transfer=HOLD).transfer, "the next node holds prompts")
 
 
-# ------------------------------------------------------------------ beside NixlConnector
-
 WINDOW, BLOCK = 128, 32
 AROUND = range(WINDOW + BLOCK - 3, WINDOW + 4 * BLOCK + 2)
 
@@ -186,9 +182,6 @@ def page(rows: dict[str, list[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# ------------------------------------------------------------------ DeepSeek-V4, by vLLM's own planner and managers
-
-
 @pytest.fixture(scope="session")
 def planned(setup: Setup) -> dict:
     """Also compares our order of blocks with vLLM's managers; see `planned.py`."""
@@ -202,9 +195,7 @@ ROWS = {"Flash": 1_002_240, "Pro": 1_435_968}
 
 
 @pytest.mark.parametrize("name", ["Flash", "Pro", "ring"])
-def test_every_byte_of_deepseek_v4_s_rows_crosses_and_no_other_changes(
-    planned: dict, name: str, say: list[str]
-) -> None:
+def test_every_byte_of_deepseek_v4_s_rows_crosses_and_no_other_changes(planned: dict, name: str, say: list[str]):
     said = planned["places"][name]
     groups = [CacheGroup(GroupKind(kind), block, reach) for kind, block, reach in said["groups"]]
     assert said["row"] == ROWS.get(name, said["row"])

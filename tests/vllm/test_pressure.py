@@ -1,7 +1,5 @@
 """Caches that are too small, and clients that leave: in each state of a request, and nothing is kept for them."""
 
-from __future__ import annotations
-
 import math
 import time
 

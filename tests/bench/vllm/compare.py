@@ -3,8 +3,6 @@
 Connectors take turns on the same cores, over UCX's TCP. NixlConnector is eased (`tests/vllm/eased`): its progress thread spins.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The parts of the comparison of vLLM with kvbridge and with NixlConnector; connectors take turns within each repetition."""
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

@@ -78,9 +78,7 @@ def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(live, met, space, id
     live.sender.abort(room, "told that it failed")
 
 
-def test_a_second_offer_for_a_room_is_the_first_ones_business(
-    live: LiveCluster, met: RawDecode, real: messages.NodeDescription
-):
+def test_a_second_offer_for_a_room_is_the_first_ones_business(live, met, real):
     room = admitted(live)
     met.send(offer(room))
     eventually("the offer taken", lambda: report(live.prefill, room)["state"] == "offered")

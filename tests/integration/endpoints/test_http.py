@@ -37,9 +37,7 @@ def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
     ("side", "space", "rooms", "tokens"),
     [("prefill", "full", 1, live_rooms.FULL_PAGES * 256), ("decode", "request", live_rooms.REQUEST_PAGES, 1)],
 )
-def test_a_full_pool_says_when_to_come_back(
-    live: live_rooms.LiveCluster, side: str, space: str, rooms: int, tokens: int
-) -> None:
+def test_a_full_pool_says_when_to_come_back(live, side, space, rooms, tokens):
     daemon: DaemonProcess = getattr(live, side)
     held = [admit(live, daemon, prompt_tokens=tokens) for _ in range(rooms)]
 

@@ -1,7 +1,5 @@
 """No error leaves a hook of vLLM: the hook's answer instead, the log, and the end of the request."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -37,11 +35,7 @@ SAY_NOTHING_NEW = {
     "wait_for_save",
 }
 """Hooks that do nothing, or hand one thing over."""
-FOR_A_PLACE = {
-    "room": "42",
-    "prefill": [{"endpoint": ADDRESS.endpoint}],
-    "prompt_tokens": 512,
-}
+FOR_A_PLACE = {"room": "42", "prefill": [{"endpoint": ADDRESS.endpoint}], "prompt_tokens": 512}
 TO_DECODE = {"do_remote_prefill": True, "kvbridge": FOR_A_PLACE}
 
 
@@ -79,11 +73,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "get_transfer_results": ((set(),), (None, None)),
     "build_connector_worker_meta": ((), None),
 }
-OF_THE_WORKER = {
-    "start_load_kv",
-    "get_transfer_results",
-    "build_connector_worker_meta",
-}
+OF_THE_WORKER = {"start_load_kv", "get_transfer_results", "build_connector_worker_meta"}
 
 
 def plain(answer: Any) -> Any:
@@ -176,9 +166,7 @@ def test_what_the_node_can_never_be_told_is_not_tried_at_each_step(connector: Mo
     assert vllm.failures == {"invalid_input": 1}
 
 
-def test_blocks_that_no_message_can_name_are_not_published_and_the_request_ends(
-    connector: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_no_message_can_name_are_not_published_and_the_request_ends(connector, monkeypatch):
     """Blocks of a prompt that is longer than a table, for example. Otherwise they would be held for ever."""
     monkeypatch.setattr("kvbridge.engine.kit.attachment.to_wire", lambda _: 1 / 0)
     vllm = Vllm(connector, Role.PREFILL)

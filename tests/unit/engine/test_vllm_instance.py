@@ -1,7 +1,5 @@
 """vLLM's configuration as it is read, and settings that are refused before anything starts; counts for vLLM's log and metrics."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -67,9 +65,6 @@ def test_that_nothing_is_held_any_more_is_something_and_is_not_forgotten_for_cou
     assert (both["held_rooms"], both["held_blocks"], both["failures"]) == (1, 2, {"internal": 1})
 
 
-# ---------------------------------------------------------------------------------------------- the configuration
-
-
 class SinkFullAttentionSpec(FullAttentionSpec):
     """As vLLM's."""
 
@@ -109,13 +104,7 @@ class Uniform:
 FULL, NGRAM = FullAttentionSpec(128), SimpleNamespace(method="ngram")
 
 
-def read(
-    kv_role: str = "kv_producer",
-    extra: dict[str, Any] | None = None,
-    specs: Any = None,
-    host_resident: bool = False,
-    **more: Any,
-) -> Any:
+def read(kv_role="kv_producer", extra=None, specs=None, host_resident=False, **more):
     found = cache_config(*([FULL] if specs is None else specs))
     for group in found.kv_cache_groups:
         group.host_resident = host_resident

@@ -1,7 +1,5 @@
 """Paired order, a rule at a time: prefill's publications while it computes, and decode's reaction to a new generation."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

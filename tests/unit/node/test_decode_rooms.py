@@ -1,7 +1,5 @@
 """Rooms of a decode node: when a room that has arrived is handed over, to whom, and when its pages are free."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

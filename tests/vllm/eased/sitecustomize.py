@@ -3,8 +3,6 @@
 NIXL's progress thread looks without a pause, and vLLM pins both servers' threads to one core. This module ends both.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

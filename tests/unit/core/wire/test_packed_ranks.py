@@ -10,28 +10,23 @@ from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.manifest import check_manifest
 from kvbridge.core.geometry.models import PRESETS, preset
 from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.wire import messages
 from kvbridge.core.wire.codec import PEER, Envelope, pack_rank, unpack_rank
-from kvbridge.core.wire.messages import (
-    MAX_NODE_RANKS,
-    MAX_PACKED_NODE_BYTES,
-    MAX_PACKED_RANK_BYTES,
-    Hello,
-    NodeDescription,
-    RankDescription,
-    TransportEndpoint,
-)
 from tests.helpers.manifests import Instance, Layout
 
 PAGES = dict.fromkeys(IndexSpace, 4_000)
-ENDPOINTS = (TransportEndpoint(transport="mooncake", data=bytes(2000)), TransportEndpoint(transport="local", data=b"x"))
+ENDPOINTS = (
+    messages.TransportEndpoint(transport="mooncake", data=bytes(2000)),
+    messages.TransportEndpoint(transport="local", data=b"x"),
+)
 
 
-def described(name: str, **fields) -> list[RankDescription]:
+def described(name: str, **fields) -> list[messages.RankDescription]:
     instance = Instance(preset(name), PAGES, **fields)
-    return [RankDescription(manifest=manifest, endpoints=ENDPOINTS) for manifest in instance.manifests()]
+    return [messages.RankDescription(manifest=manifest, endpoints=ENDPOINTS) for manifest in instance.manifests()]
 
 
-def by_place(description: RankDescription) -> dict[object, object]:
+def by_place(description: messages.RankDescription) -> dict[object, object]:
     return {(region.component, region.layer, region.space): region for region in description.manifest.regions}
 
 
@@ -47,8 +42,8 @@ def test_nothing_is_lost(name):
 
 
 def test_the_longest_description_of_a_node_fits_too():
-    ranks = (bytes(MAX_PACKED_NODE_BYTES // MAX_NODE_RANKS),) * MAX_NODE_RANKS
-    node = NodeDescription(
+    ranks = (bytes(messages.MAX_PACKED_NODE_BYTES // messages.MAX_NODE_RANKS),) * messages.MAX_NODE_RANKS
+    node = messages.NodeDescription(
         instance="d" * 200,
         node="n" * 200,
         role=Role.DECODE,
@@ -56,13 +51,15 @@ def test_the_longest_description_of_a_node_fits_too():
         geometry=preset("deepseek-v4-pro"),
         ranks=ranks,
     )
-    PEER.encode(Envelope(sender="d" * 200, recipient="p" * 200, sequence=1, body=Hello(node=node)))
+    PEER.encode(Envelope(sender="d" * 200, recipient="p" * 200, sequence=1, body=messages.Hello(node=node)))
 
 
 def test_one_that_is_too_long_says_so():
     [one] = described("tiny-gqa")
     long = one.model_copy(
-        update={"endpoints": (TransportEndpoint(transport="nixl", data=bytes(MAX_PACKED_RANK_BYTES)),)}
+        update={
+            "endpoints": (messages.TransportEndpoint(transport="nixl", data=bytes(messages.MAX_PACKED_RANK_BYTES)),)
+        }
     )
     with pytest.raises(InvalidInputError, match=r"packed rank message .* bytes long"):
         pack_rank(long)
