@@ -52,7 +52,7 @@ class Side:
             stack.callback(attachment.close)
             attachment.begin()
             attachment.wait(60.0)
-            self.rooms = Rooms(attachment, leads=True, ends=lambda: self._worker.ends())  # noqa: PLW0108 - there are several
+            self.rooms = Rooms(attachment, leads=True)
             self.rooms.look()
             self.close = stack.pop_all().close
 
@@ -106,7 +106,7 @@ def publish(sent: SentRoom, tokens: int) -> None:
     while sent.published < stop:
         some = pages(sent.prompt.tokens)[sent.published : min(stop, sent.published + CHUNK)]
         last = sent.published + len(some) == sent.prompt.tokens
-        sent.publish(len(some), {IndexSpace.FULL: sent.next_table(IndexSpace.FULL, some)}, b"m" if last else None)
+        sent.publish(len(some), {IndexSpace.FULL: sent.next_table(some)}, b"m" if last else None)
 
 
 def wait_over(*rooms: SentRoom | FetchedRoom) -> None:

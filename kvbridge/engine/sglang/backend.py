@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 import sglang
-import structlog
 from sglang.srt.disaggregation.base.conn import (
     BaseKVBootstrapServer,
     BaseKVManager,
@@ -46,8 +45,6 @@ from kvbridge.engine.sglang.plugin import BUILDING
 from kvbridge.engine.sglang.pools import instance_geometry, rank_regions, read_pools, require_nameable
 from kvbridge.engine.sglang.rooms import ATTEMPT, FetchedRoom, Prompt, Rooms, SentRoom, last_pages, prompt_of, room_of
 from kvbridge.telemetry.logs import leave_standard_output
-
-log = structlog.get_logger(__name__)
 
 SPACES = {"swa": IndexSpace.SWA, "c128_state": IndexSpace.REQUEST}
 """The index space of each kind of state pages, by the values of SGLang's `StateType`, whose names differ between releases."""
@@ -202,6 +199,7 @@ class KvbridgeManager(BaseKVManager):
         """
         self._worker.close()
         self.rooms.give_up_all("the server has released its memory")
+        self.held.clear()
 
     def register_buffer_to_engine(self) -> None:
         """SGLang has memory behind its pools again, at the same addresses."""
@@ -226,7 +224,7 @@ def _ends_its_room(method: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(method)
     def call(self: _OneRoom, *args: Any, **named: Any) -> None:
-        with self.kv_mgr.guard.over(method.__name__, str(self._room.id), lost=self.give_up):
+        with self.kv_mgr.guard.over(method.__name__, str(self._room.id), lost=self._room.stop):
             method(self, *args, **named)
 
     return call
@@ -243,10 +241,6 @@ class _OneRoom:
         return self._room.poll
 
     poll_pp_consensus = poll
-
-    def give_up(self, reason: str) -> None:
-        """End the room. On decode `poll` says Failed when nobody writes to its pages any more: at its last event."""
-        self._room.stop(reason)
 
     def get_transfer_metric(self) -> KVTransferMetric:
         event = self._room.event
@@ -300,7 +294,7 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
     ) -> None:
         room, page_tokens = self._room, self.kv_mgr.page_tokens
         tokens = len(kv_indices) * page_tokens if num_kv_tokens is None else num_kv_tokens
-        tables = {IndexSpace.FULL: room.next_table(IndexSpace.FULL, kv_indices)}
+        tables = {IndexSpace.FULL: room.next_table(kv_indices)}
         is_last = room.published + tokens >= room.prompt.tokens
         if is_last:
             tables |= _state_tables(self.kv_mgr, state_indices, room.prompt.tokens)
@@ -313,7 +307,7 @@ class KvbridgeSender(_OneRoom, BaseKVSender):
         super().failure_exception()
 
     def abort(self) -> None:
-        self.give_up("prefill's request was aborted")
+        self._room.stop("prefill's request was aborted")
         self.clear()
 
 
@@ -329,6 +323,8 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         self._addr, self._number = bootstrap_addr, bootstrap_room or 0
         self._room: FetchedRoom = mgr.room(FetchedRoom, bootstrap_room)
         self._aux_index: int | None = None
+        self._group = 0
+        """The data-parallel rank of prefill that computes the prompt."""
         mgr.try_ensure_parallel_info(bootstrap_addr)
 
     @property
@@ -347,6 +343,7 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
                 f"the prefill server at {self._addr} {known}, and the request is for group {prefill_dp_rank}"
             )
             return
+        self._group = prefill_dp_rank
         self._room.fetch([server.nodes[prefill_dp_rank]])
 
     @_ends_its_room
@@ -377,6 +374,8 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
     def recompute(self, payload: dict[str, Any]) -> None:
         room, address, server = self._room, self._addr, self.kv_mgr.prefill_info_table.get(self._addr)
         payload["sampling_params"]["custom_params"] = {ATTEMPT: room.prompt.attempt}
+        if server is not None and server.dp_size > 1:
+            payload |= dict.fromkeys(("routed_dp_rank", "disagg_prefill_dp_rank"), self._group)
 
         def ask() -> None:
             if why_not := generate(address, server, payload):
@@ -397,7 +396,7 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
             self.kv_mgr.held[self._number] = self._room
 
     def abort(self) -> None:
-        self.give_up("decode's request was aborted")
+        self._room.stop("decode's request was aborted")
 
 
 class KvbridgeDirectory(NodeDirectory, BaseKVBootstrapServer):

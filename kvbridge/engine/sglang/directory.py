@@ -110,13 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {"error": f"{len(nodes)} nodes of this prefill server have registered"})
             return
         addresses = {rank: node.address for rank, node in sorted(nodes.items())}
-        told = PrefillServer(
-            dp_size=first.dp_size,
-            follow_bootstrap_room=first.follows_room,
-            nodes=addresses,
-            http_port=first.http_port,
-        )
-        self._answer(200, told.model_dump(mode="json"))
+        facts = {"dp_size": first.dp_size, "follow_bootstrap_room": first.follows_room, "http_port": first.http_port}
+        self._answer(200, PrefillServer(nodes=addresses, **facts).model_dump(mode="json"))
 
     def _said(self, kind: type[SaidT]) -> SaidT | None:
         try:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import structlog
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnsupportedError
@@ -26,8 +25,6 @@ from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, P
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.transfers import LAST_EVENTS, prompt_digest
-
-log = structlog.get_logger(__name__)
 
 LOOK_S = 0.0002
 """SGLang asks for each request in each of its turns; the node is looked at once in so long."""
@@ -85,12 +82,11 @@ def prompt_of(request: Any, bootstrap_room: int) -> Prompt:
 
 @dataclass(slots=True)
 class Room:
-    """One generation of a room."""
+    """One attempt at a room."""
 
     id: int
     prompt: Prompt
     rooms: Rooms
-    generation: int = 1
     told: bool = False
     """Whether the node knows of the room."""
     state: Poll = Poll.BOOTSTRAPPING
@@ -117,11 +113,7 @@ class Room:
         return False
 
     def _begin(self, kind: Any, **fields: Any) -> None:
-        fields |= {
-            "generation": self.generation,
-            "prompt_tokens": self.prompt.tokens,
-            "prompt_digest": self.prompt.digest,
-        }
+        fields |= {"generation": 1, "prompt_tokens": self.prompt.tokens, "prompt_digest": self.prompt.digest}
         self.state = Poll.WAITING
         if self.rooms.begin(self):
             self.rooms.order(self, lambda: self.rooms.say(self, kind, **fields))
@@ -137,7 +129,7 @@ class Room:
             self.fail(reason)
 
     def heard(self, event: RoomEvent) -> None:
-        if event.generation not in {0, self.generation} or event.kind not in LAST_EVENTS | {"refused"}:
+        if event.kind not in LAST_EVENTS | {"refused"}:
             return
         self.event = self.event or event
         if self.is_over:
@@ -168,8 +160,8 @@ class Rooms:
         self.attachment = attachment
         self.leads, self.holds_back = leads, holds_back
         self._of: dict[int, Room] = {}
-        self._ending: set[int] = set()
-        """Rooms that were given up: their bytes may be moved until their last event."""
+        self.ending: set[int] = set()
+        """Rooms that were given up: transfers may read their pages, which SGLang has freed, until their last event."""
         self._to_stop: deque[tuple[Room, str]] = deque()
         self._known = attachment.node
         self._next_look_s = 0.0
@@ -203,13 +195,13 @@ class Rooms:
             stopped.stop(reason)
         for event in self.attachment.events():
             if event.kind in LAST_EVENTS or event.kind == "refused":
-                self._ending.discard(event.room)
+                self.ending.discard(event.room)
             room = self._of.get(event.room)
             if room is not None:
                 room.heard(event)
         if self.node != self._known:
             lost, self._known = self._known, self.node
-            self._ending.clear()
+            self.ending.clear()
             for room in self._of.values() if lost else ():
                 room.lose(lost)
         for room in [room for room in self._of.values() if room.owed and self._known]:
@@ -237,7 +229,7 @@ class Rooms:
         room.owed.clear()
         if room.told and not (room.given_up or room.is_over):
             room.given_up = True
-            self._ending.add(room.id)
+            self.ending.add(room.id)
             self.attachment.say(AbortRoom, room.id, reason=reason[:REASON_CHARS])
 
     def stop_soon(self, room: Room, reason: str) -> None:
@@ -254,11 +246,6 @@ class Rooms:
             self.forget(room)
         self.attachment.leave()
 
-    @property
-    def is_ending(self) -> bool:
-        """Whether transfers of rooms that were given up may still read their pages, which SGLang has freed."""
-        return bool(self._ending)
-
 
 # ---------------------------------------------------------------------------------------------- prefill
 
@@ -269,8 +256,8 @@ class SentRoom(Room):
 
     published: int = 0
     """Tokens."""
-    pages: dict[IndexSpace, int] = field(default_factory=dict)
-    """Pages named so far, for each space that grows."""
+    pages: int = 0
+    """Pages of `full` named so far."""
 
     def hold(self) -> None:
         """Have decode find the room from now on."""
@@ -290,23 +277,20 @@ class SentRoom(Room):
         self.state = Poll.TRANSFERRING
         self.published += tokens
         upto = self.published
-        # SGLang frees the pages of an aborted request at once. The node refuses a page that a former room may still read.
+        # The node refuses a page that a former room may still read.
         self.rooms.order(
             self,
             lambda: (
-                not self.rooms.is_ending
-                and is_final()
-                and self.rooms.say(self, Publish, upto_token=upto, tables=tables)
+                not self.rooms.ending and is_final() and self.rooms.say(self, Publish, upto_token=upto, tables=tables)
             ),
         )
         if metadata is not None:
             self.rooms.order(self, lambda: self.rooms.say(self, Finish, metadata=metadata))
 
-    def next_table(self, space: IndexSpace, ids: npt.NDArray[np.int32]) -> PageTable:
-        """Return further pages of a space that grows, behind those that were named before."""
-        first = self.pages.get(space, 0)
-        self.pages[space] = first + len(ids)
-        return PageTable(space, np.ascontiguousarray(ids, dtype=np.int32), first)
+    def next_table(self, ids: npt.NDArray[np.int32]) -> PageTable:
+        """Return further pages of `full`, behind those that were named before."""
+        first, self.pages = self.pages, self.pages + len(ids)
+        return PageTable(IndexSpace.FULL, np.ascontiguousarray(ids, dtype=np.int32), first)
 
 
 # ---------------------------------------------------------------------------------------------- decode

@@ -91,7 +91,7 @@ def fetched(rooms: Rooms, room: int = 1) -> FetchedRoom:
 
 
 def publish(room: SentRoom, tokens: int, metadata: bytes | None = None) -> None:
-    room.publish(tokens, {IndexSpace.FULL: room.next_table(IndexSpace.FULL, np.arange(2, dtype=np.int32))}, metadata)
+    room.publish(tokens, {IndexSpace.FULL: room.next_table(np.arange(2, dtype=np.int32))}, metadata)
 
 
 def tell(rooms: Rooms, attachment: Attachment, kind: str, **more: Any) -> None:
@@ -152,13 +152,6 @@ def test_a_room_that_fails_says_why(rooms: Rooms, attachment: Attachment, make: 
     tell(rooms, attachment, kind, code="deadline", reason="nobody came")
     assert room.state is Poll.FAILED
     assert "nobody came" in room.reason
-
-
-def test_events_of_another_generation_change_nothing(rooms: Rooms, attachment: Attachment) -> None:
-    room = fetched(rooms)
-    room.generation = 2
-    tell(rooms, attachment, "committed")
-    assert room.state is Poll.WAITING
 
 
 @pytest.mark.parametrize("make", [sent, fetched])
@@ -513,7 +506,7 @@ def manager(backend: ModuleType, rooms: Rooms) -> Any:
     made = object.__new__(backend.KvbridgeManager)
     made.rooms, made.guard, made.page_tokens = rooms, Guard(lambda _code: None), 16
     made.arriving = request()
-    made.prefill_info_table = {"host:1": SimpleNamespace(nodes={0: NODE[0]})}
+    made.prefill_info_table = {"host:1": SimpleNamespace(dp_size=2, nodes=dict.fromkeys((0, 1), NODE[0]))}
     made.kv_args, made.instance = SimpleNamespace(state_types=()), SimpleNamespace(dp_size=1)
     return made
 
@@ -609,11 +602,14 @@ def test_a_request_that_decode_has_retracted_is_asked_for_again(
     monkeypatch.setattr(backend, "generate", lambda *given: asked.put(given) or "it is away")
     manager.arriving = request(retraction_count=1, pd_rebootstrap_in_progress=True)
     receiver = backend.KvbridgeReceiver(manager, "host:1", 1)
-    receiver.init(0)
+    receiver.init(1)
     manager.submit_prefill_recompute(receiver, {"sampling_params": {}})
     address, server, payload = asked.get(timeout=10)
     assert (address, server) == ("host:1", manager.prefill_info_table["host:1"])
-    assert payload == {"sampling_params": {"custom_params": {ATTEMPT: 2}}}
+    assert payload == {
+        "sampling_params": {"custom_params": {ATTEMPT: 2}},
+        **dict.fromkeys(("routed_dp_rank", "disagg_prefill_dp_rank"), 1),
+    }
     eventually("it is given up", lambda: receiver.poll() is None or attachment.said[-1][0] == "AbortRoom")
     assert attachment.said == [("Fetch", room_of(1, 2)), ("AbortRoom", room_of(1, 2))]
 
