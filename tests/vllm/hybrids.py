@@ -63,7 +63,6 @@ def kinds() -> dict[str, PreTrainedConfig]:
             mamba_n_heads=8,
             mamba_d_head=32,
             mamba_d_state=32,
-            mamba_chunk_size=64,
             attention_multiplier=0.2,
             **COMMON | MIXTURE | {name: size for name, size in HEADS.items() if name != "head_dim"},
         ),
