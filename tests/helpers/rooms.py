@@ -34,6 +34,7 @@ from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room import Room
+from kvbridge.node.workers import WorkerState
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry import facts
@@ -152,6 +153,10 @@ class FakeWorkers(Recorder):
         super().__init__()
         self.layers = {rank: tuple(range(geometry.layer_count)) for rank in ranks or (R0,)}
         self.lacking = ""
+        self.starting: set[Rank] = set()
+
+    def states(self) -> dict[Rank, WorkerState]:
+        return {rank: WorkerState.STARTING if rank in self.starting else WorkerState.READY for rank in self.layers}
 
     def missing(self) -> str:
         return self.lacking

@@ -43,6 +43,7 @@ from kvbridge.node.prefill.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.workers import WorkerState
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.facts import EventStream
@@ -307,6 +308,9 @@ class PrefillNode:
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:
         return {rank: tuple(range(GEOMETRY.layer_count)) for rank in RANKS}
+
+    def states(self) -> dict[Rank, WorkerState]:
+        return dict.fromkeys(RANKS, WorkerState.READY)
 
     def missing(self) -> str:
         return ""

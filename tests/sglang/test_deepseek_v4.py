@@ -19,13 +19,13 @@ ROOMS = [(10_000 + rest, rest + PAGE_TOKENS * (rest % 3) or 3 * PAGE_TOKENS) for
 """A room for each remainder that a prompt's length can leave in its last page."""
 
 
-def run(setup: Setup, asked: dict[str, Any]) -> str:
+def run(setup: Setup, asked: dict[str, Any], script: str = "v4_transfer") -> str:
     """Return what one process printed at last."""
     role = asked["role"]
     settings = setup.directory / f"v4-{role}.yaml"
     settings.write_text(json.dumps({"transports": {"order": ["mooncake"]}}))
     done = subprocess.run(
-        [setup.python, "-m", "tests.sglang.v4_transfer", json.dumps(asked)],
+        [setup.python, "-m", f"tests.sglang.{script}", json.dumps(asked)],
         cwd=ROOT,
         env=environment() | {"KVBRIDGE_SGLANG_CONFIG": str(settings)},
         capture_output=True,
@@ -56,3 +56,19 @@ def test_every_live_byte_of_a_prompt_crosses_and_no_other_byte_changes(
     ):
         assert compared[kind] == sum(tokens // rate for _, tokens in ROOMS) * layers * row_bytes
     assert all(compared.values())
+
+
+def test_prompts_cross_into_host_memory_that_sglang_names(setup: Setup, tmp_path: Path) -> None:
+    rooms = ROOMS[::8]
+    asked = {
+        "bootstrap_port": free_port(),
+        "rooms": rooms,
+        "form": "",
+        "stages": 1,
+        "directory": str(tmp_path),
+        "stage": 0,
+    }
+    sides = [asked | {"role": role, "port": free_port()} for role in ("prefill", "decode")]
+    said = together([partial(run, setup, side, "host_receive") for side in sides])
+    due = sum(tokens for _, tokens in rooms) * 3 * 128
+    assert json.loads(said[-1]) == {"key": due, "value": due}

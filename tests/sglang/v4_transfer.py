@@ -12,7 +12,7 @@ import json
 import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from sglang.srt.disaggregation import decode, prefill, utils
 from sglang.srt.plugins import load_plugins
 
 from tests.sglang import v4_pools
-from tests.sglang.v4_pools import HOST_ROWS, PAGE_TOKENS, PAGES, SLOTS, WINDOW_PAGES
+from tests.sglang.v4_pools import HOST_ROWS, PAGE_TOKENS, PAGES, SLOTS, WINDOW_PAGES, Off
 
 LIMIT_S = 120.0
 CHUNK_TOKENS = 512
@@ -73,15 +73,12 @@ class Side:
     """What both sides stand for: SGLang's settings, the place of each token, and metadata."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
-        role = asked["role"]
+        role, stage = asked["role"], asked["stage"]
+        stages = asked["stages"] if role == "prefill" else 1
+        self.draft: Any = None
         self.hisparse = asked["form"] == "hisparse" and role == "decode"
         self.nextn = asked["form"] == "nextn"
-        self.forms = v4_pools.forms(nextn=self.nextn)
-        every, stage, stages = len(v4_pools.RATIOS), asked["stage"], asked["stages"] if role == "prefill" else 1
-        layers = range(stage * every // stages, (stage + 1) * every // stages)
-        self.pool, self.draft = self.pools(hisparse=self.hisparse, layers=layers)
-        self.host = v4_pools.host_pool(self.pool) if self.hisparse else None
-        self.memory = v4_pools.memory(self.pool, self.host, self.draft)
+        self.build(stage, stages)
         self.random = np.random.default_rng([ROLES.index(role)])
         self.metadata = utils.MetadataBuffers(SLOTS, 16, torch.float32, 0)
         self.req_to_token = torch.zeros((SLOTS, LONGEST), dtype=torch.int64)
@@ -98,7 +95,7 @@ class Side:
         disagg = SimpleNamespace(
             disaggregation_transfer_backend="kvbridge",
             disaggregation_ib_device=None,
-            disaggregation_decode_host_receive_threshold=1,
+            disaggregation_decode_host_receive_threshold=self.threshold,
             disaggregation_decode_allocation_policy="early",
             disaggregation_decode_enable_radix_cache=False,
         )
@@ -122,6 +119,7 @@ class Side:
                 hf_text_config=SimpleNamespace(to_dict=lambda: v4_pools.CONFIG),
                 num_hidden_layers=len(v4_pools.RATIOS),
                 context_len=LONGEST,
+                get_total_num_kv_heads=lambda: 2,
             ),
             server_args=SimpleNamespace(
                 host=HOST,
@@ -136,8 +134,12 @@ class Side:
                 nnodes=1,
             ),
             sliding_window_size=v4_pools.WINDOW,
-            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token, available_size=lambda: SLOTS),
+            req_to_token_pool=SimpleNamespace(
+                req_to_token=self.req_to_token, available_size=lambda: SLOTS, max_context_len=PAGE_TOKENS
+            ),
             rust_server=None,
+            metrics_reporter=Off(),
+            pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: SimpleNamespace(full_token_usage=0.0)),
             enable_hisparse=self.hisparse,
             enable_staging=False,
         )
@@ -147,11 +149,33 @@ class Side:
             "token_to_kv_pool": self.pool,
             "draft_token_to_kv_pool": self.draft,
             "metadata_buffers": self.metadata,
-            "is_mla_backend": True,
+            "is_mla_backend": self.is_mla,
             "enable_staging": False,
             "tp_rank": 0,
             "pp_rank": stage,
         }
+
+    is_mla = True
+    tree: Any = None
+    """SGLang's tree of prefixes, which has the pools on the host."""
+    threshold = 1
+    """Of the device's use, from which on SGLang receives on the host."""
+    in_host: Collection[str] = ()
+    """Kinds that decode has on the host."""
+
+    def build(self, stage: int, stages: int) -> None:
+        """Make the pools."""
+        every = len(v4_pools.RATIOS)
+        layers = range(stage * every // stages, (stage + 1) * every // stages)
+        self.pool, self.draft = self.pools(hisparse=self.hisparse, layers=layers)
+        self.host = v4_pools.host_pool(self.pool) if self.hisparse else None
+        self.in_host = {"c4_kv"} if self.hisparse else ()
+        self.forms, self.memory = v4_pools.forms(nextn=self.nextn), v4_pools.memory(self.pool, self.host, self.draft)
+
+    def of_prefill(self) -> dict[tuple[str, int], v4_pools.Bytes]:
+        """Return memory like that of all stages of prefill."""
+        pool, draft = self.pools()
+        return v4_pools.memory(pool, draft=draft)
 
     def pools(self, *, hisparse: bool = False, layers: range | None = None) -> tuple[Any, Any]:
         """Return the pool of the model, and that of its NextN layer."""
@@ -179,7 +203,7 @@ class Side:
             origin_input_ids=list(range(tokens)),
             extend_end=tokens,
             output_ids=[room % 1000],
-            kv=SimpleNamespace(req_pool_idx=slot),
+            kv=SimpleNamespace(req_pool_idx=slot, retraction_backup=None),
             metadata_buffer_index=slot,
             pages=places,
             sampling_params=SimpleNamespace(max_new_tokens=1, custom_params=None),
@@ -276,7 +300,8 @@ class Queue(decode.DecodePreallocQueue):
         self.side, self.queue, self.pp_size = side, [], 1
         self.req_to_token_pool = side.scheduler.req_to_token_pool
         self.token_to_kv_pool_allocator = side.allocator
-        self.transfer_queue, self.tree_cache = SimpleNamespace(queue=[], enable_staging=False), None
+        self.transfer_queue = SimpleNamespace(queue=[], enable_staging=False)
+        self.tree_cache = side.tree
         self._num_published_destinations = 0
         self.kv_manager = self._init_kv_manager()
 
@@ -337,8 +362,7 @@ class Decode(Side):
         )
         decode.ensure_mamba_capacity = lambda *_: True
         self.queue = Queue(self)
-        pool, draft = self.pools()
-        self.source = v4_pools.memory(pool, draft=draft)
+        self.source = self.of_prefill()
         for (kind, layer), pages in self.source.items():
             fill(pages, -1, kind, layer)
         self.compared = dict.fromkeys(self.forms, 0)
@@ -363,10 +387,7 @@ class Decode(Side):
             requests = self.requests(batch)
             for (kind, layer), pages in self.memory.items():
                 fill(pages, begin, kind, layer)
-            for request in requests:
-                self.pool.clear_request_scoped_state(
-                    request.kv.req_pool_idx
-                )  # as SGLang does; it is to be seen in `before`
+            self.clear(requests)
             before = {key: pages.copy() for key, pages in self.memory.items()}
             waiting = [self.queue._create_receiver_and_enqueue(request) for request in requests]
             for each in waiting:
@@ -382,9 +403,16 @@ class Decode(Side):
             self._compare(requests, draw(theirs, batch, nextn=self.nextn), before)
             for each in waiting:
                 each.kv_receiver.clear()
-                if self.host is not None:
-                    held = each.req.host_slots
-                    self.host.free(held[held >= 0])
+                self.release(each.req)
+
+    def clear(self, requests: Sequence[Any]) -> None:
+        """Clear the states of requests before memory is looked at. SGLang does so, too, when it names their pages."""
+        for request in requests:
+            self.pool.clear_request_scoped_state(request.kv.req_pool_idx)
+
+    def release(self, request: Any) -> None:
+        if self.host is not None:
+            self.host.free(request.host_slots[request.host_slots >= 0])
 
     def _compare(
         self, requests: Sequence[Any], sources: Sequence[Places], before: dict[tuple[str, int], v4_pools.Bytes]
@@ -398,27 +426,25 @@ class Decode(Side):
             changed = now != before[kind, layer]
             for request, places in zip(requests, sources, strict=True):
                 tokens, theirs = len(request.origin_input_ids), places[form.space]
-                ours = request.pages["host" if kind == "c4_kv" and self.hisparse else form.space]
+                ours = request.pages["host" if kind in self.in_host else form.space]
                 masks = form.masks(tokens)
                 for page, at in ours.items():
                     same = now[at] == source[theirs[page]]
                     wrong = int((~same)[masks[page]].sum()) if page in masks else 0
                     assert not wrong, f"{wrong} bytes of {kind}, layer {layer}, page {page} of {tokens} tokens differ"
                     self.compared[kind] += int(masks[page].sum()) if page in masks else 0
-                    changed[
-                        at
-                    ] &= ~same  # dead rows between live ones may be copied along, and no other byte may appear there
+                    changed[at] &= ~same  # dead rows between live ones may be copied along
                 assert masks.keys() <= ours.keys(), f"{kind}: a page that {tokens} tokens need was not named"
             assert not changed.any(), (
                 f"{kind}, layer {layer}: bytes of nobody changed in pages {np.flatnonzero(changed.any(1))}"
             )
 
 
-def main() -> None:
+def main(prefill: type[Prefill] = Prefill, decode: type[Decode] = Decode) -> None:
     """Run one process: JSON as its argument."""
     asked = json.loads(sys.argv[1])
     load_plugins()
-    side = {"prefill": Prefill, "decode": Decode}[asked["role"]](asked)
+    side = {"prefill": prefill, "decode": decode}[asked["role"]](asked)
     side.run([(room, tokens) for room, tokens in asked["rooms"]])
     side.queue.kv_manager.teardown()
     if isinstance(side, Decode):

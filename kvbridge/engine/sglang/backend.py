@@ -95,6 +95,7 @@ class KvbridgeManager(BaseKVManager):
             hisparse=role is Role.DECODE and scheduler.enable_hisparse,
         )
         require_nameable(pools, scheduler.model_config.context_len)
+        self.supports_host_destination = all(buffer.in_host for buffer in pools.buffers)
         ranks = {instance.rank: pools}
         if instance.tp_size * instance.pp_size > 1:
             ranks = dict(get_parallel().world_group.all_gather_object((instance.rank, pools)))
@@ -328,6 +329,15 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         mgr.try_ensure_parallel_info(bootstrap_addr)
 
     @property
+    def supports_host_destination(self) -> bool:
+        return self.kv_mgr.supports_host_destination
+
+    def is_abort_release_safe(self) -> bool:
+        """Whether nobody writes to the pages of the request on the host any more."""
+        self.kv_mgr.look()
+        return not self._room.may_be_written
+
+    @property
     def conclude_state(self) -> int | None:
         """SGLang reads it after `init`."""
         return int(self._room.state) if self._room.is_over else None
@@ -356,11 +366,11 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         destination: str = "device",
         device_kv_indices: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """With HiSparse `kv_indices` are pages of its host pool, and `device_kv_indices` those of the device."""
+        """`kv_indices` are pages of the host where that is the `destination`, and with HiSparse beside `device_kv_indices`."""
         room, prefix_tokens = self._room, decode_prefix_len or 0
         self._aux_index = aux_index
         first = prefix_tokens // self.kv_mgr.page_tokens
-        pages = {IndexSpace.FULL: kv_indices}
+        pages = {IndexSpace.HOST if destination == "host" else IndexSpace.FULL: kv_indices}
         if device_kv_indices is not None:
             pages = {IndexSpace.HOST: kv_indices, IndexSpace.FULL: device_kv_indices}
         tables = {

@@ -119,5 +119,9 @@ def _require_supported(role: Role, arguments: Any, parallel: Any) -> None:
         refuse("kvbridge compares digests itself (integrity.digest): leave --disaggregation-enable-kv-checksum out")
     if getattr(arguments, "disaggregation_decode_allocation_policy", "early") != "early":
         refuse("decode names its pages early: leave --disaggregation-decode-allocation-policy at early")
+    if 0 < getattr(arguments, "disaggregation_decode_host_receive_threshold", 1) < 1:
+        refuse(
+            "decode receives all prompts on the host or none: set --disaggregation-decode-host-receive-threshold to 0 or 1"
+        )
     if arguments.nnodes > 1:
         refuse("the ranks of one server are on one host: leave --nnodes at 1")

@@ -36,7 +36,7 @@ class Buffer(FrozenModel):
     page_bytes: Positive
     page_count: Positive
     in_host: bool = False
-    """HiSparse: the coordinator's pool in pinned host memory."""
+    """In pinned host memory: the pool of HiSparse's coordinator, or that of a server that receives on the host."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,14 @@ def _buffers(args: Any, pool: Any, *, hisparse: bool) -> Iterator[Buffer]:
         refuse("speculative decoding keeps a second KV cache: leave --speculative-algorithm out")
     kv = list(zip(args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens, strict=True))
     states = _states(args)
+    if getattr(args, "host_kv_data_ptrs", None) is not None:
+        if states:
+            refuse(
+                "sliding windows are not received on the host: leave --disaggregation-decode-host-receive-threshold at 1"
+            )
+        host = zip(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens, strict=True)
+        yield from _pairs(ComponentKind.MHA_KV, _own_layers(pool), list(host), in_host=True)
+        return
     if _is_v4(pool):
         yield from _v4_buffers(args, pool, kv, hisparse=hisparse)
         return
@@ -180,13 +188,15 @@ def _own_layers(pool: Any) -> range:
     return range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
-def _pairs(kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
+def _pairs(
+    kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple[int, int, int]], *, in_host: bool = False
+) -> Iterator[Buffer]:
     """Yield the buffers of keys, then those of values."""
     if len(entries) != 2 * len(layers):
         refuse(f"{kind}: {len(entries)} buffers for {len(layers)} layers, where each has a key and a value")
     for number, entry in enumerate(entries):
         which, at = divmod(number, len(layers))
-        yield _buffer(kind, 2 * layers[at] + which, entry)
+        yield _buffer(kind, 2 * layers[at] + which, entry, in_host=in_host)
 
 
 def _singles(kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
@@ -283,6 +293,7 @@ def _component(kind: ComponentKind, layers: tuple[int, ...], pools: RankPools, t
         slots_per_page=pools.page_tokens,
         rows_per_logical_page=pools.page_tokens,
         lanes=tp_size if kind in SHARDED else 1,
+        host_capable=kind is ComponentKind.MHA_KV,
     )
     if kind is not ComponentKind.SWA_KV:
         return grows

@@ -45,7 +45,7 @@ from kvbridge.core.wire.messages import (
     agree,
 )
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
-from kvbridge.node.workers import WorkerSet
+from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.telemetry.facts import EventStream, PathLost, PathsFound, PeerAccepted, PeerLost, PeerRejected
 
 if TYPE_CHECKING:
@@ -275,9 +275,11 @@ class DecodeNodes:
         known, ranks = self._known.get(peer), hello.node.ranks
         connecting = dict.fromkeys(self.workers.layers, 0) if known is None else known.connecting
         self._known[peer] = _KnownDecode(claim, ranks, self._agree(hello.node, hello.features), connecting)
+        states = self.workers.states()
         for rank in connecting:
             connecting[rank] += 1
-            self.workers.send(rank, ConnectPeer(peer=peer, ranks=ranks))
+            if states[rank] is WorkerState.READY:  # the others get their order when they are (`worker_ready`)
+                self.workers.send(rank, ConnectPeer(peer=peer, ranks=ranks))
 
     def _check_name(self, peer: str, node: NodeDescription, claim: ClaimedName) -> None:
         present = [other.name for one, other in self._known.items() if one != peer]

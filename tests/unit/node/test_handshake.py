@@ -117,6 +117,20 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
     assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
 
 
+def test_a_worker_that_is_starting_gets_one_order_once_it_is_ready():
+    """It would answer an earlier order, which a later one has replaced, with an error."""
+    side = PrefillSide()
+    side.workers.starting = {R1}
+    side.hello()
+    side.connected(R0)
+    side.workers.starting = set()
+    side.nodes.worker_ready(R1)
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    assert side.messages == []
+    side.connected(R1)
+    assert len(pick(side.messages, Welcome)) == 1
+
+
 OTHER_MANIFEST = pack_rank(RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=()))
 
 
