@@ -1,4 +1,4 @@
-"""Transfers into host memory that SGLang names (`--disaggregation-decode-host-receive-threshold 0`), one side. See `v4_transfer`."""
+"""One side of transfers into host memory that SGLang names (`--disaggregation-decode-host-receive-threshold 0`)."""
 
 from __future__ import annotations
 
