@@ -131,6 +131,7 @@ class Side:
                 quantization=None,
                 dtype="auto",
                 attention_backend=None,
+                enable_dp_attention=False,
                 nnodes=1,
             ),
             sliding_window_size=v4_pools.WINDOW,
