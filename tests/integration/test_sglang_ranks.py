@@ -57,8 +57,11 @@ class Server:
         with ExitStack() as stack:
             self.node = open_node(NodePlan(place, cache, tp_size, dict.fromkeys(self.ranks, "cpu")))
             stack.callback(self.node.close)
-            for rank in self.ranks:
-                worker = AdoptedWorker(place.runtime_dir, rank, rank_regions(cache.geometry, pools[rank], rank))
+            self.workers = [
+                AdoptedWorker(place.runtime_dir, rank, rank_regions(cache.geometry, pools[rank], rank))
+                for rank in self.ranks
+            ]
+            for worker in self.workers:
                 stack.callback(worker.close)
             led = {rank: [one for one in self.ranks if one.pp == rank.pp and not rank.tp] for rank in self.ranks}
             attached = [NodeAttachment(role, place.runtime_dir, led[rank]) for rank in self.ranks]
@@ -192,6 +195,20 @@ def test_decodes_node_is_killed_while_ranks_are_written_to(serve: Callable[..., 
     sent[0].publish(PROMPT.tokens, table(1, 6, 2), b"row")
     until([prefill, decode], lambda: over(fetched, Poll.SUCCESS) and over(sent, Poll.SUCCESS), "the next one")
     assert torch.equal(decode.stack(0, 5, 0), prefill.stack(0, 1, 6))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_the_end_of_one_rank_ends_the_rooms_of_both_sides(serve: Callable[..., Server], side: int) -> None:
+    prefill, decode = servers = serve(Role.PREFILL, tp_size=2), serve(Role.DECODE, tp_size=2)
+    before = fetch(decode, prefill, 7, 7, 1, 2), hold(prefill, 7)
+    before[1][0].publish(PROMPT.tokens, table(1, 6, 2), b"row")
+    until(servers, lambda: all(over(rooms, Poll.SUCCESS) for rooms in before), "the nodes know each other")
+    fetched, sent = fetch(decode, prefill, 8, 5, 0, 3), hold(prefill, 8)
+    sent[0].publish(2 * PAGE, table(1, 6))
+    servers[side].workers[1].close()
+    until(servers, lambda: over(fetched, Poll.FAILED) and over(sent, Poll.FAILED), "both sides know")
+    assert not fetched[0].may_be_written
+    assert "rank worker pp0.tp1" in fetched[0].reason
 
 
 def test_another_split_of_heads_is_refused_by_name(
