@@ -19,7 +19,6 @@ NOT_ANSWERED = {
     "manager.attn_cp_rank": "context parallelism, refused at the start",
     "manager.attn_cp_size": "context parallelism, refused at the start",
     "sender.mark_prefill_complete": "the allocation policy prefill_complete, refused at the start",
-    "receiver.is_abort_release_safe": "host receive, off by `supports_host_destination`",
 }
 """Names without an answer of ours, and why SGLang never asks for them."""
 
