@@ -35,6 +35,7 @@ SHAPES = {
         "num_key_value_heads": 8,
         "q_lora_rank": None,
         "first_k_dense_replace": LAYERS,
+        "moe_layer_freq": 1,
     },
 }
 SHAPES["stranger"] = SHAPES["tiny"]  # another model of the same form

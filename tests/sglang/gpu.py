@@ -199,9 +199,9 @@ def main() -> int:
     except Exception:  # noqa: BLE001 - it is told, and the servers are ended
         told["not_started"] = traceback.format_exc()[-6000:]
     finally:
+        (output / "sglang-gpu.json").write_text(json.dumps(told, indent=1))
         if fleet is not None:
             fleet.end()
-        (output / "sglang-gpu.json").write_text(json.dumps(told, indent=1))
     print(json.dumps(told, indent=1))
     return 0 if told["cases"] and all(one["is_right"] for one in told["cases"].values()) else 1
 
