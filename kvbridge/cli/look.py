@@ -75,9 +75,9 @@ class Target:
 def status(targets: TargetsArgument, token_file: TokenOption = None, as_json: JsonOption = False) -> None:
     """Show whether daemons are ready, and what keeps them busy or from it.
 
-    Of a node: engines, ranks, rooms, pools, peers, the store, quarantine, and the
-    problems of the last fifteen minutes. Of bootstrap: instances and why they are
-    not ready. Of a router: its servers.
+    A node shows its engines, ranks, rooms, pools, peers, store, quarantine, and the
+    problems of the last fifteen minutes. Bootstrap shows instances, and why they are
+    not ready. A router shows its servers.
 
     Exit codes: 0: all are ready; 1: one is not, or does not answer; 2: wrong usage.
     """

@@ -15,7 +15,7 @@ OLD_S = 60.0
 
 
 class RunningNode(FrozenModel):
-    """What a node says of itself."""
+    """The documents of a node about itself."""
 
     status: NodeStatus
     oldest: RoomReport | None = None

@@ -31,7 +31,7 @@ class Answer:
     reason: str = ""
     """The engine's reason to finish, or the error's text."""
     transfer: dict[str, Any] | None = field(default=None, repr=False)
-    """What the engine says besides: vLLM's `kv_transfer_params`."""
+    """vLLM's `kv_transfer_params`."""
     first_token_s: float = 0.0
     seconds: float = 0.0
 

@@ -1,4 +1,4 @@
-"""What the suites' conftest files have in common: options, fixtures, and what is looked at after each case."""
+"""The common part of the suites' conftest files: options, fixtures, and what is looked at after each case."""
 
 import time
 from collections.abc import Callable, Iterator

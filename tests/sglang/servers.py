@@ -27,7 +27,7 @@ ROOM_BITS = 63
 
 @dataclass(frozen=True)
 class Device:
-    """What servers compute on."""
+    """The device on which servers compute."""
 
     flags: tuple[str, ...]
     decode_flags: tuple[str, ...] = ()

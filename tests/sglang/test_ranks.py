@@ -32,7 +32,7 @@ SPLITS = {
 }
 """The arguments of prefill and of decode."""
 CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0-1|0-1"}
-"""Of two ranks. SGLang refuses two on one node of memory unless it is told."""
+"""The cores of two ranks. SGLang refuses two on one node of memory unless it is told."""
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.sglang.fleet import Fleet, own_fleet
 from tests.sglang.servers import PAGE_TOKENS, Pair, Plan
 
 WINDOW_TOKENS = 64
-"""Of the model (`tests/engines/models.py`)."""
+"""The window of the model (`tests/engines/models.py`)."""
 CACHED = ("--disaggregation-decode-enable-radix-cache",)
 """Decode then allocates more window pages than it needs for the next token."""
 PLANS = (

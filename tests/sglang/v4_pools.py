@@ -128,7 +128,7 @@ class Form:
     space: str
     page_bytes: int
     rows: int
-    """Of a page."""
+    """Rows of a page."""
     parts_bytes: tuple[int, ...]
     slots: Callable[[int], Mapping[int, npt.NDArray[np.int64]]]
     """For a prompt of so many tokens: by page, counted from the prompt's start, the rows in it that are read later."""

@@ -34,7 +34,7 @@ LONGEST = 4 * PAGE_TOKENS
 HOST = "127.0.0.1"
 ROLES = ("prefill", "decode")
 Places = dict[str, dict[int, int]]
-"""Of a request: by space the id of each page that it has, by the page's number in the prompt."""
+"""The pages of a request: by space the id of each page that it has, by the page's number in the prompt."""
 
 
 def draw(random: np.random.Generator, rooms: Sequence[tuple[int, int]], *, nextn: bool) -> list[Places]:
@@ -70,7 +70,7 @@ class World:
 
 
 class Side:
-    """What both sides stand for: SGLang's settings, the place of each token, and metadata."""
+    """The common part of both sides: SGLang's settings, the place of each token, and metadata."""
 
     def __init__(self, asked: dict[str, Any]) -> None:
         role, stage = asked["role"], asked["stage"]
@@ -160,7 +160,7 @@ class Side:
     tree: Any = None
     """SGLang's tree of prefixes, which has the pools on the host."""
     threshold = 1
-    """Of the device's use, from which on SGLang receives on the host."""
+    """The share of the device in use from which on SGLang receives on the host."""
     in_host: Collection[str] = ()
     """Kinds that decode has on the host."""
 

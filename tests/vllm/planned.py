@@ -1,4 +1,4 @@
-"""What vLLM's planner and cache managers make of models: `python tests/vllm/planned.py`. In vLLM's environment.
+"""Results of vLLM's planner and cache managers for models: `python tests/vllm/planned.py`. In vLLM's environment.
 
 Prints the places of all caches of DeepSeek-V4 in memory as JSON, after it has compared our order of blocks with the lists of vLLM's
 managers, at every length of a prompt, on both sides.

@@ -26,7 +26,7 @@ class Plan(servers.Plan):
     dtype: str = "float32"
     """Near ties of bfloat16 are decided by what else is in a batch; those of float32 are rare."""
     blocks: int = 0
-    """Of the KV cache; 0: as many as fit into 1 GiB."""
+    """Blocks of the KV cache; 0: as many as fit into 1 GiB."""
 
 
 def kvbridge(role: str, *, policy: str = "recompute", **extra: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class GroupNode(FrozenModel):
     follows_room: bool
     address: PeerAddress
     http_port: NonNegative
-    """Of the prefill server itself."""
+    """The port of the prefill server itself."""
     rooms: tuple[int, ...] = ()
     """SGLang's numbers."""
 
