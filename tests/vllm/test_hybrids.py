@@ -32,7 +32,8 @@ LENGTHS = {
 SETTINGS = {"gemma": {"block_size": 32}, "gpt-oss": {"block_size": 32}}
 DTYPES = {"qwen": "bfloat16"}
 CHUNK_TOKENS = 64
-BLOCKS = 80
+BLOCKS = 160
+"""Room for a prompt of 2,048 tokens in all groups."""
 
 
 def plan(name: str, kind: str, transfer: dict | None = None, **settings: int) -> EnginePlan:
