@@ -167,9 +167,10 @@ def main() -> int:
     output.mkdir(parents=True, exist_ok=True)
     device, shape = PROCESSOR if given.processor else CUDA, given.shape
     extra = () if given.processor or given.default_kernels else (DETERMINISTIC,)
-    local = {"transports": {"order": ["local"]}}
+    # An engine's own memory is reached over CUDA IPC, and on a processor only through a network.
+    settings = {"transports": {"order": ["mooncake" if given.processor else "local"]}}
     plans = [
-        Plan(name, mode, settings=local, device=device, shape=shape, arguments=(*extra, *more))
+        Plan(name, mode, settings=settings, device=device, shape=shape, arguments=(*extra, *more))
         for name, mode, *more in (
             ("single", ""),
             ("prefill", "prefill"),
