@@ -5,8 +5,8 @@ groups that a prompt needs, in the order of the tokens at which the blocks end. 
 tokens and from the groups, which are in the fingerprint. Blocks that decode has already are a leading run of the list.
 
 vLLM computes the last token of a prompt once more on decode, to have something to sample from. This token needs the window before
-it, or the state before it, and prefill has neither any more when it has computed the whole prompt. Prefill
-therefore leaves the last token out wherever there is a window or a state (`step_back`).
+it, or the state before it, and prefill has neither any more when it has computed the whole prompt. Prefill therefore leaves the
+last token out wherever there is a window or a state (`step_back`).
 """
 
 from __future__ import annotations
