@@ -6,8 +6,8 @@ import numpy as np
 from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, Region
-from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKey, DigestSums, Mismatch, digest_pieces, followed_by, sent_groups
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe, destination_regions, held_groups
@@ -93,19 +93,24 @@ class Request:
             checksums = followed_by(np.array(values, dtype=np.uint32), pieces.behind)
             sums.add(pieces.key, pieces.layer, pieces.page, checksums)
 
+    @property
+    def in_host_pool(self) -> frozenset[ComponentKind]:
+        """Components of which all destination ranks together have one copy."""
+        return frozenset() if self.scenario.destination.own_host else self.scenario.destination.host
+
     def mismatches(self) -> set[tuple[str, Mismatch]]:
         """Everything that differs, with where it lies."""
         expected = self.sent()
-        host = self.room_sums()
+        host, in_pool = self.room_sums(), self.in_host_pool
         differ = set()
         for reader, sums in self.found():
             for part in sums.parts():
-                host.merge(entry for entry in part if entry.component in self.scenario.destination.host)
+                host.merge(entry for entry in part if entry.component in in_pool)
             for key, layers in regions_of(reader):
-                if key.component not in self.scenario.destination.host:
+                if key.component not in in_pool:
                     differ |= {(str(reader.rank), wrong) for wrong in expected.mismatches(sums, key, layers)}
         for key, layers in regions_of(self.destination.manifests[0]):
-            if key.component in self.scenario.destination.host:
+            if key.component in in_pool:
                 differ |= {("host", wrong) for wrong in expected.mismatches(host, key, layers)}
         return differ
 
@@ -169,7 +174,7 @@ def pick_byte(request: Request, region: Region, block: np.ndarray, data) -> tupl
         offset = start + int(inside[data.draw(st.integers(0, len(inside) - 1))])
     else:
         offset = start + data.draw(st.integers(0, region.page_bytes - 1))
-    if region.space is IndexSpace.HOST:
+    if region.component in request.in_host_pool:
         return "host", table.first_page + entry, offset
     blocks = [
         reader
