@@ -59,15 +59,17 @@ class Target:
     url: str
     token: str = ""
 
+    @property
+    def _calls(self) -> BlockingClient:
+        return BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command", token=self.token)
+
     def ask(self, kind: type[KindT], path: str, params: Params | None = None) -> KindT:
         """Return a document. Raises a BridgeError that names the URL."""
-        calls = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command", token=self.token)
-        return calls.ask(kind, "GET", self.url + path, params=params)
+        return self._calls.ask(kind, "GET", self.url + path, params=params)
 
     def status(self) -> DaemonStatus:
         """Return the status of a daemon of any role."""
-        calls = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command", token=self.token)
-        found = calls.ask(dict[str, Any], "GET", self.url + "/status")
+        found = self._calls.ask(dict[str, Any], "GET", self.url + "/status")
         kind = DOCUMENTS.get(str(found.get("role")), DaemonStatus)
         return TypeAdapter(kind).validate_json(json.dumps(found), extra="ignore")
 
