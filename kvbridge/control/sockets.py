@@ -26,6 +26,8 @@ from kvbridge.core.wire.messages import PeerMessage
 
 SENDS_QUEUED = 10_000
 """High-water mark of every socket: frames that wait for one connection before a send is refused or dropped."""
+RECEIVES_QUEUED = 64
+"""Frames of one connection that wait for the loop. A peer that sends faster waits: its frames would fill our memory."""
 CLOSE_LINGER_MS = 200
 FRAMES_PER_TURN = 128
 TURN_S = 0.02
@@ -78,7 +80,7 @@ class SocketContext:
         socket = self.zmq.socket(kind)
         socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, SENDS_QUEUED)
-        socket.setsockopt(zmq.RCVHWM, SENDS_QUEUED)
+        socket.setsockopt(zmq.RCVHWM, RECEIVES_QUEUED)
         return socket
 
     def close(self) -> None:

@@ -245,6 +245,11 @@ class WorkerSet:
         """Return the epoch of the endpoints that a rank gives out."""
         return self._workers[rank].epoch
 
+    def has_endpoints(self, rank: Rank) -> bool:
+        """Return whether peers may reach a rank's memory: it has a worker, or an earlier worker's process has not ended."""
+        worker = self._workers[rank]
+        return bool(worker.link or worker.unended)
+
     def status(self) -> tuple[RankStatus, ...]:
         """Return the state of every rank, for `/status`."""
         return tuple(

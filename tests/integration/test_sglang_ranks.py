@@ -23,7 +23,7 @@ from kvbridge.engine.sglang import SGLANG
 from kvbridge.engine.sglang.pools import Buffer, RankPools, instance_geometry, rank_regions
 from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Room, Rooms, SentRoom
 
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 PAGE, PAGES, LAYERS, TOKEN_BYTES = 16, 8, 4, 512
 PROMPT = Prompt(3 * PAGE - 1, b"p")
 
@@ -206,9 +206,10 @@ def test_the_end_of_one_rank_ends_the_rooms_of_both_sides(serve: Callable[..., S
     fetched, sent = fetch(decode, prefill, 8, 5, 0, 3), hold(prefill, 8)
     sent[0].publish(2 * PAGE, table(1, 6))
     servers[side].workers[1].close()
-    until(servers, lambda: over(fetched, Poll.FAILED) and over(sent, Poll.FAILED), "both sides know")
-    assert not fetched[0].may_be_written
-    assert "rank worker pp0.tp1" in fetched[0].reason
+    until(servers, lambda: all(room.state is Poll.FAILED for room in (*fetched, *sent)), "all ranks of both sides know")
+    assert not any(room.may_be_written for room in fetched)
+    # A writer may see the connection end before the node hears that the rank is gone.
+    assert all("pp0.tp1" in room.reason for room in fetched), [room.reason for room in fetched]
 
 
 def test_another_split_of_heads_is_refused_by_name(

@@ -12,7 +12,8 @@ lost (`ask_path`), and a round for such rooms alone leaves the other transports 
 
 A room that asks during a round waits for the next one: its writer may already use the new endpoints. Exception: the round shuts
 the very endpoint that the room has lost. A round waits for each rank without a limit of its own: the node ends a rank worker that
-hangs, and its successor answers in its place.
+hangs, and its successor answers in its place. A rank without a worker has nothing to close, and a round goes on without its answer:
+an engine may have closed the worker for good.
 """
 
 from __future__ import annotations
@@ -121,7 +122,14 @@ class Fence:
             self._end()
 
     def tick(self) -> None:
-        """Go on when the rooms that are written by the old endpoints have ended, or had their time."""
+        """Go on without ranks that are gone, and when rooms that are written by the old endpoints have ended or had their time."""
+        self._missing = {rank for rank in self._missing if self._workers.has_endpoints(rank)}
+        if self.phase is FencePhase.RENEWING and not self._missing:
+            self._wait()
+            return
+        if self.phase is FencePhase.REVOKING and not self._missing:
+            self._end()
+            return
         if self.phase is not FencePhase.WAITING:
             return
         self._earlier &= self.writers.open_offers()

@@ -242,6 +242,19 @@ async def test_a_forgotten_client_begins_anew(stage):
     await at_client.until(lambda: at_client.rooms == [10])
 
 
+async def test_a_peer_that_sends_faster_than_the_loop_reads_has_to_wait(stage):
+    """Else its frames, a megabyte each, fill this process's memory."""
+    _, at_server, endpoint = stage.server()
+    raw = stage.raw(endpoint, sndhwm=1, sndtimeo=500)
+    taken, most = 0, 300
+    with contextlib.suppress(zmq.Again):
+        while taken < most:  # the loop does not turn meanwhile
+            raw.send(bytes(1 << 18))
+            taken += 1
+    assert taken < most
+    await at_server.until(lambda: len(at_server.refused) >= taken)
+
+
 async def test_a_noisy_peer_leaves_time_for_others(stage):
     _, at_server, endpoint = stage.server()
     raw, heard = stage.raw(endpoint, sndtimeo=100), threading.Event()

@@ -22,7 +22,12 @@ class Bench:
         self.sent: list[tuple[Rank, object]] = []
         self.offers: set[Owner] = set()
         self.shut: list[set[Owner]] = []
-        workers = SimpleNamespace(layers=(ONE, TWO), send=lambda rank, message: self.sent.append((rank, message)))
+        self.gone: set[Rank] = set()
+        workers = SimpleNamespace(
+            layers=(ONE, TWO),
+            send=lambda rank, message: self.sent.append((rank, message)),
+            has_endpoints=lambda rank: rank not in self.gone,
+        )
         self.fence = Fence(workers, self.events, fence_s=30.0, clock=self.clock)
         self.fence.writers = SimpleNamespace(
             open_offers=lambda: set(self.offers), shut=lambda owners: self.shut.append(set(owners))
@@ -105,6 +110,29 @@ def test_a_worker_that_took_another_s_place_answers_for_it(bench):
     bench.fence.ready(TWO, 1)
     assert bench.orders() == {}
     bench.fence.revoked(ONE, 1)
+    assert bench.shut == [{FAILED}]
+
+
+@pytest.mark.parametrize("goes_in", [FencePhase.IDLE, FencePhase.RENEWING, FencePhase.REVOKING])
+def test_a_rank_that_is_gone_has_nothing_to_close(bench, goes_in):
+    """An engine may close one of its workers, and never open it again."""
+    bench.gone = {TWO} if goes_in is FencePhase.IDLE else set()
+    bench.fence.ask(FAILED)
+    bench.fence.tick()
+    assert bench.fence.phase is FencePhase.RENEWING
+    if goes_in is FencePhase.REVOKING:
+        bench.renewed()
+    else:
+        bench.gone = {TWO}
+        bench.fence.ready(ONE, 1)
+        bench.fence.tick()
+    assert bench.fence.phase is FencePhase.REVOKING
+    bench.fence.revoked(ONE, 1)
+    bench.fence.tick()
+    if goes_in is FencePhase.REVOKING:
+        assert bench.shut == []
+        bench.gone = {TWO}
+        bench.fence.tick()
     assert bench.shut == [{FAILED}]
 
 

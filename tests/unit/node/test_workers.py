@@ -201,6 +201,7 @@ def test_a_worker_that_says_nothing_is_given_up_and_its_process_is_left_alone(be
     [reason] = bench.down
     assert "said nothing for 30.0 s" in reason, "rooms fail, and whoever it may still write to shuts it out"
     assert bench.server.dropped == ["first"], "when it goes on, it hears with its next message that it is not served"
+    assert bench.workers.has_endpoints(R0)
     bench.hello(link="second")
     bench.workers.hear("second", REVOKED)
     assert bench.said == [], "another process's word is no proof"
@@ -224,6 +225,7 @@ def test_a_worker_that_has_closed_everything_is_not_waited_for(bench):
     bench.workers.hear("first", worker_messages.WorkerClosed(rank=R0))
     assert bench.messages[-1] == ("first", worker_messages.Shutdown())
     assert (bench.server.dropped, bench.down) == (["first"], ["its engine has closed it"])
+    assert not bench.workers.has_endpoints(R0)
     bench.hello(link="second")
     bench.workers.hear("second", REVOKED)
     assert bench.said == [REVOKED]
