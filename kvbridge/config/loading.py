@@ -122,7 +122,7 @@ def load_config(
     """
     layers, document = _Layers(), dict[str, Any]()
     if file is not None:
-        document, lines = _read_document(file)
+        document, lines = read_document(file)
         layers.add(document, str(file))
         for path in layers.origins.keys() & lines.keys():
             layers.origins[path] = f"{file} line {lines[path]}"
@@ -155,7 +155,7 @@ def merge_config(
     return layers.build(kind), layers.values
 
 
-def _read_document(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def read_document(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """Return a YAML mapping, and the line (from 1) on which each key stands.
 
     Raises ConfigError for a file that is missing, is no mapping or repeats a key.

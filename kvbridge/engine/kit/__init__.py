@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import structlog
 
@@ -21,7 +20,6 @@ LINES, EVERY_S = 5, 1.0
 """Limit of log lines of each kind, and its period: clients decide how many errors there are."""
 REFUSED, FAILED = "hook_refused", "hook_failed"
 """Log events: a request is wrong, or a hook has a defect."""
-MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 class Product(NamedTuple):
@@ -67,13 +65,12 @@ class Guard:
             code, reason = code_of(error), str(error)[:REASON_CHARS]
             self._count(code)
             foreseen = isinstance(error, InvalidInputError)
-            if not self._seldom.admits(REFUSED if foreseen else FAILED, code):
-                pass
-            elif foreseen:
-                log.warning("hook_refused", where=what, request=request, code=code, reason=reason)
-            else:
+            admitted = self._seldom.admits(REFUSED if foreseen else FAILED, code)
+            if admitted and foreseen:
+                log.warning(REFUSED, where=what, request=request, code=code, reason=reason)
+            elif admitted:
                 reason = f"{type(error).__name__}: {reason}; please report it"
-                log.error("hook_failed", where=what, request=request, code=code, reason=reason, exc_info=error)
+                log.error(FAILED, where=what, request=request, code=code, reason=reason, exc_info=error)
             if lost is not None:
                 with self.over("not_given_up", request):
                     lost(f"{type(error).__name__}: {error}"[:REASON_CHARS])
@@ -81,29 +78,3 @@ class Guard:
     def look(self) -> None:
         """Log how many lines were left out."""
         self._seldom.tell()
-
-
-def nothing() -> None:
-    """Answer of a hook that returns None."""
-
-
-def hook(otherwise: Callable[[], Any], *, of_request: bool = False) -> Callable[[MethodT], MethodT]:
-    """Return a decorator for a hook of a class with a `guard`. A hook that fails returns `otherwise()`.
-
-    `of_request`: the hook's first argument is a request with a `request_id`. The request is lost when the hook fails.
-    """
-
-    def guarded(method: MethodT) -> MethodT:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            what, name, lost = method.__name__, "", None
-            if of_request:
-                what, name = "computed_here", (args[0] if args else kwargs["request"]).request_id
-                lost = functools.partial(self.guard.lose, name)
-            with self.guard.over(what, name, lost=lost):
-                return method(self, *args, **kwargs)
-            return otherwise()
-
-        return cast("MethodT", call)
-
-    return guarded

@@ -165,10 +165,8 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
     }
     engine = place.product.name
     sources = [(engine, defaults), *place.settings().items(), (engine, decided)]
-    merged: tuple[PrefillConfig | DecodeConfig, dict[str, Any]] = (
-        merge_config(PrefillConfig, sources) if place.role is Role.PREFILL else merge_config(DecodeConfig, sources)
-    )
-    config, values = merged
+    kind: type[PrefillConfig | DecodeConfig] = PrefillConfig if place.role is Role.PREFILL else DecodeConfig
+    config, values = merge_config(kind, sources)
     hosts = [config.control.host] if isinstance(config, PrefillConfig) else []
     if TransportName.MOONCAKE in config.transports.order:
         hosts.append(config.transports.mooncake.host)

@@ -62,9 +62,7 @@ def layer_number(name: str) -> int:
     """Return the global number of a layer named as `model.layers.12.self_attn.attn`. Raises UnsupportedError."""
     numbers = [int(part) for part in name.split(".") if part.isdigit()]
     if len(numbers) != 1:
-        raise UnsupportedError(
-            f"the KV cache '{name}' has {len(numbers)} numbers in its name, so its layer is not known"
-        )
+        raise UnsupportedError(f"the KV cache '{name}' has {len(numbers)} numbers in its name: its layer is not known")
     return numbers[0]
 
 
@@ -136,9 +134,7 @@ def instance_cache(
     form = ranks[Rank(pp=0, tp=0)].form
     for rank, cache in ranks.items():
         if cache.form != form:
-            raise UnsupportedError(
-                f"rank {rank} has blocks of {cache.form}, rank pp0.tp0 of {form}: all have to be alike"
-            )
+            raise UnsupportedError(f"blocks are not alike: rank {rank} has {cache.form}, rank pp0.tp0 {form}")
     layers = tuple(layer for stage in stages for layer in stage)
     if list(layers) != sorted(set(layers)):
         raise UnsupportedError(f"the layers of the pipeline stages overlap or are not in order: {stages}")

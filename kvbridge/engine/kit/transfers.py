@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from kvbridge.core.ids import IndexSpace, PageTable, Role, Tables
+from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit.attachment import NodeAttachment
@@ -49,11 +49,6 @@ def prompt_digest(
         digest.update(len(part).to_bytes(8, "little") + part)
     digest.update(np.asarray(tokens, dtype="<i8").tobytes())
     return digest.digest()
-
-
-def full_tables(blocks: Sequence[int], first: int) -> Tables:
-    """Return a prompt's blocks, from block `first` on, as tables."""
-    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(blocks, dtype=np.int32), first)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import sglang
 from sglang.srt.disaggregation.base.conn import (
-    BaseKVBootstrapServer,
     BaseKVManager,
     BaseKVReceiver,
     BaseKVSender,
@@ -41,9 +40,9 @@ from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.sglang.directory import Announcement, GroupNode, NodeDirectory, PrefillServers, generate
 from kvbridge.engine.sglang.instance import Instance, read_instance
 from kvbridge.engine.sglang.metadata import MetadataRows
-from kvbridge.engine.sglang.plugin import BUILDING
+from kvbridge.engine.sglang.plugin import SHOWN
 from kvbridge.engine.sglang.pools import instance_geometry, rank_regions, read_pools, require_nameable
-from kvbridge.engine.sglang.rooms import ATTEMPT, FetchedRoom, Prompt, Rooms, SentRoom, last_pages, prompt_of, room_of
+from kvbridge.engine.sglang.rooms import ATTEMPT, FetchedRoom, Prompt, Rooms, SentRoom, prompt_of, room_of
 from kvbridge.telemetry.logs import leave_standard_output
 
 SPACES = {"swa": IndexSpace.SWA, "c128_state": IndexSpace.REQUEST}
@@ -74,11 +73,9 @@ class KvbridgeManager(BaseKVManager):
         Raises a BridgeError, in words for the person who starts SGLang.
         """
         leave_standard_output()
-        queue = BUILDING.get()
+        (queue,) = SHOWN.get()
         role = Role.PREFILL if disaggregation_mode is DisaggregationMode.PREFILL else Role.DECODE
         self.kv_args = args
-        self.arriving: Any = None
-        """The request that the next sender or receiver is for."""
         self.metadata = MetadataRows(args.aux_data_ptrs, args.aux_item_lens)
         self.page_tokens = args.page_size
         self.enable_all_cp_ranks_for_transfer = False
@@ -101,7 +98,7 @@ class KvbridgeManager(BaseKVManager):
             ranks = dict(get_parallel().world_group.all_gather_object((instance.rank, pools)))
         cache = instance_geometry(
             ranks,
-            name=str(instance.facts["model"]),
+            name=str(instance.facts["model_path"]),
             tp_size=instance.tp_size,
             facts={
                 **instance.facts,
@@ -146,9 +143,6 @@ class KvbridgeManager(BaseKVManager):
     def register_to_bootstrap(self) -> None:
         """The announcement does that, again and again."""
 
-    def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
-        return False
-
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether the nodes of a prefill server are known; a thread asks for them."""
         return isinstance(self.prefill_info_table, PrefillServers) and self.prefill_info_table.name(bootstrap_addr)
@@ -182,7 +176,7 @@ class KvbridgeManager(BaseKVManager):
         """Return the room of the request that a sender or a receiver is being made for. It has failed if it cannot be."""
         room = kind(0, Prompt(0, b""), self.rooms)
         with self.guard.over("prompt", str(bootstrap_room), lost=room.fail):
-            room.prompt = prompt_of(self.arriving, bootstrap_room or 0)
+            room.prompt = prompt_of(SHOWN.get()[1], bootstrap_room or 0)
             room.id = room_of(bootstrap_room or 0, room.prompt.attempt)
         if not bootstrap_room:
             room.fail("bootstrap_room is 0 or missing: a router draws one at random for each request")
@@ -409,19 +403,15 @@ class KvbridgeReceiver(_OneRoom, BaseKVReceiver):
         self._room.stop("decode's request was aborted")
 
 
-class KvbridgeDirectory(NodeDirectory, BaseKVBootstrapServer):
-    """The directory of a prefill server, in its launcher."""
-
-
 def _state_tables(manager: KvbridgeManager, indices: list[Any] | None, tokens: int) -> dict[IndexSpace, PageTable]:
-    """Return the pages of windows and states, which SGLang names in the order of its state types."""
-    return {
-        space: last_pages(space, np.asarray(ids, dtype=np.int32), tokens, manager.page_tokens)
-        if space is IndexSpace.SWA
-        else PageTable(space, np.asarray(ids, dtype=np.int32))
-        for kind, ids in zip(manager.kv_args.state_types, indices or (), strict=False)
-        if (space := SPACES.get(kind.value)) and ids is not None
-    }
+    """Return the pages of windows and states, which SGLang names in the order of its state types. A window's are the last ones."""
+    tables = {}
+    for kind, ids in zip(manager.kv_args.state_types, indices or (), strict=False):
+        if (space := SPACES.get(kind.value)) and ids is not None:
+            pages = np.ascontiguousarray(ids, dtype=np.int32)
+            first = max(0, -(-tokens // manager.page_tokens) - len(pages)) if space is IndexSpace.SWA else 0
+            tables[space] = PageTable(space, pages, first)
+    return tables
 
 
 CLASSES = {
@@ -429,6 +419,6 @@ CLASSES = {
     "manager": KvbridgeManager,
     "sender": KvbridgeSender,
     "receiver": KvbridgeReceiver,
-    "bootstrap_server": KvbridgeDirectory,
+    "bootstrap_server": NodeDirectory,
 }
 """By the values of SGLang's `KVClassType`."""

@@ -133,42 +133,23 @@ class _Handler(BaseHTTPRequestHandler):
         """Decode asks each second."""
 
 
-class Announcement:
-    """Tells the directory the address of a node every second, and at once the rooms that the node's group has got."""
+class _Rounds:
+    """A thread that does its work every second, and at once when something has changed."""
 
-    def __init__(self, url: str, node: Callable[[], GroupNode | None]) -> None:
-        self._url, self._node = url, node
-        self._rooms: deque[int] = deque(maxlen=ROOMS_KEPT)
+    def __init__(self, name: str) -> None:
         self._changed = threading.Event()
         self._stop = False
-        self._thread = threading.Thread(target=self._run, name="kvbridge-announce", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def computes(self, room: int) -> None:
-        """The group has got a room, whose number does not say so. This does not wait."""
-        self._rooms.append(room)
-        self._changed.set()
-
     def _run(self) -> None:
-        why_not = ""
         while not self._stop:
             self._changed.clear()
-            rooms: list[int] = []
-            try:
-                if (node := self._node()) is not None:
-                    rooms = [self._rooms.popleft() for _ in range(min(len(self._rooms), ROOMS_TOLD))]
-                    told = node.model_copy(update={"rooms": tuple(rooms)})
-                    request = urllib.request.Request(  # noqa: S310 - the URL is made of SGLang's own host and port
-                        f"{self._url}{PATH}", data=told.model_dump_json().encode(), method="PUT"
-                    )
-                    _open(request, timeout=ASK_S).close()
-                    why_not = ""
-            except Exception as error:  # noqa: BLE001 - without this thread the node would never be announced again
-                self._rooms.extendleft(reversed(rooms))
-                if str(error) != why_not:
-                    why_not = str(error)
-                    log.warning("not_announced", directory=self._url, reason=why_not)
+            self._work()
             self._changed.wait(LOOK_S)
+
+    def _work(self) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         self._stop = True
@@ -176,21 +157,49 @@ class Announcement:
         self._thread.join(ASK_S + LOOK_S)
 
 
-class PrefillServers(dict[str, PrefillServer]):
+class Announcement(_Rounds):
+    """Tells the directory the address of a node every second, and at once the rooms that the node's group has got."""
+
+    def __init__(self, url: str, node: Callable[[], GroupNode | None]) -> None:
+        self._url, self._node = url, node
+        self._rooms: deque[int] = deque(maxlen=ROOMS_KEPT)
+        self._why_not = ""
+        super().__init__("kvbridge-announce")
+
+    def computes(self, room: int) -> None:
+        """The group has got a room, whose number does not say so. This does not wait."""
+        self._rooms.append(room)
+        self._changed.set()
+
+    def _work(self) -> None:
+        rooms: list[int] = []
+        try:
+            if (node := self._node()) is not None:
+                rooms = [self._rooms.popleft() for _ in range(min(len(self._rooms), ROOMS_TOLD))]
+                told = node.model_copy(update={"rooms": tuple(rooms)})
+                request = urllib.request.Request(  # noqa: S310 - the URL is made of SGLang's own host and port
+                    f"{self._url}{PATH}", data=told.model_dump_json().encode(), method="PUT"
+                )
+                _open(request, timeout=ASK_S).close()
+                self._why_not = ""
+        except Exception as error:  # noqa: BLE001 - without this thread the node would never be announced again
+            self._rooms.extendleft(reversed(rooms))
+            if str(error) != self._why_not:
+                self._why_not = str(error)
+                log.warning("not_announced", directory=self._url, reason=self._why_not)
+
+
+class PrefillServers(_Rounds, dict[str, PrefillServer]):
     """The prefill servers that requests name, by `host:port` of their directories. A thread asks; readers never wait.
 
     SGLang's scheduler reads this as `prefill_info_table`.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._named: dict[str, float] = {}
         self._why_not: dict[str, str] = {}
         self._seldom = Seldom(lambda _: None)
-        self._changed = threading.Event()
-        self._stop = False
-        self._thread = threading.Thread(target=self._run, name="kvbridge-directories", daemon=True)
-        self._thread.start()
+        super().__init__("kvbridge-directories")
 
     def name(self, address: str) -> bool:
         """A request names a server: have the thread ask for it. Returns whether its nodes are known."""
@@ -205,19 +214,13 @@ class PrefillServers(dict[str, PrefillServer]):
         for known in (self._named, self._why_not, self):
             known.pop(address, None)
 
-    def _run(self) -> None:
-        while not self._stop:
-            self._changed.clear()
-            for address in list(self._named):
-                named_s = self._named.get(address)
-                if named_s is None:
-                    continue
-                if time.monotonic() - named_s > FORGET_S:
-                    self._forget(address)
-                else:
-                    self._ask(address)
-            self._seldom.tell()
-            self._changed.wait(LOOK_S)
+    def _work(self) -> None:
+        for address, named_s in self._named.copy().items():
+            if time.monotonic() - named_s > FORGET_S:
+                self._forget(address)
+            else:
+                self._ask(address)
+        self._seldom.tell()
 
     def _ask(self, address: str) -> None:
         try:
@@ -231,11 +234,6 @@ class PrefillServers(dict[str, PrefillServer]):
                 self._why_not[address] = str(error)
                 if self._seldom.admits("directory_not_reached"):
                     log.warning("directory_not_reached", directory=address, reason=str(error))
-
-    def close(self) -> None:
-        self._stop = True
-        self._changed.set()
-        self._thread.join(ASK_S + LOOK_S)
 
 
 def generate(address: str, server: PrefillServer | None, payload: Mapping[str, Any]) -> str:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from kvbridge.core.errors import ConfigError
+from kvbridge.config.loading import read_document
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.kit.node import NodePlace, refuse
 from kvbridge.engine.sglang import SETTINGS_FILE, SGLANG
+
+FACTS = ("model_path", "revision", "quantization", "dtype", "attention_backend")
+"""Arguments that both servers must agree on."""
 
 
 @dataclass(frozen=True)
@@ -51,26 +52,13 @@ class Instance:
         return NodePlace(SGLANG, self.role, self.engine_id, self.settings)
 
 
-def read_settings() -> dict[str, Any]:
-    """Read the user's settings. Raises ConfigError when the file cannot be read."""
-    name = os.environ.get(SETTINGS_FILE)
-    if not name:
-        return {}
-    try:
-        found = yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"{SETTINGS_FILE} names {name}, which cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{SETTINGS_FILE} names {name}, which has no keys of a configuration at its top")
-    return found
-
-
 def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) -> Instance:
     """Read SGLang's ServerArgs and its parallel context.
 
     Raises UnsupportedError for a split that kvbridge does not serve, ConfigError for the user's settings.
     """
     _require_supported(role, arguments, parallel)
+    settings, facts = os.environ.get(SETTINGS_FILE), {name: str(getattr(arguments, name) or "none") for name in FACTS}
     dp_rank = getattr(parallel, "dp_rank", 0) or 0
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(arguments.host, arguments.host)  # noqa: S104 - a wildcard, not a listener
     return Instance(
@@ -82,23 +70,11 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
         dp_size=parallel.dp_size,
         engine_id=f"{host}-{arguments.port}-dp{dp_rank}",
         http_port=arguments.port,
-        bootstrap_url=f"http://{_bracketed(host)}:{arguments.disaggregation_bootstrap_port}",
+        bootstrap_url=f"http://{f'[{host}]' if ':' in host else host}:{arguments.disaggregation_bootstrap_port}",
         follows_room=arguments.load_balance_method == "follow_bootstrap_room",
-        facts={
-            "engine": "sglang",
-            "engine_version": version,
-            "model": str(arguments.model_path),
-            "revision": str(arguments.revision or "none"),
-            "quantization": str(arguments.quantization or "none"),
-            "dtype": str(arguments.dtype),
-            "attention_backend": str(arguments.attention_backend or "auto"),
-        },
-        settings=read_settings(),
+        facts={"engine": "sglang", "engine_version": version} | facts,
+        settings=read_document(Path(settings))[0] if settings else {},
     )
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _require_supported(role: Role, arguments: Any, parallel: Any) -> None:

@@ -14,8 +14,6 @@ import numpy as np
 
 from kvbridge.core.errors import UnsupportedError
 
-_WIDTH = np.dtype("<u4")
-
 
 @dataclass(frozen=True)
 class MetadataRows:
@@ -24,17 +22,20 @@ class MetadataRows:
     addresses: Sequence[int]
     row_bytes: Sequence[int]
 
+    @property
+    def _head(self) -> bytes:
+        return np.array([len(self.row_bytes), *self.row_bytes], dtype="<u4").tobytes()
+
     def read(self, row: int) -> bytes:
         """Return a row: the number of fields and their widths as 32-bit integers, then the fields."""
-        head = np.array([len(self.row_bytes), *self.row_bytes], dtype=_WIDTH).tobytes()
         fields = (
             ctypes.string_at(at + row * width, width) for at, width in zip(self.addresses, self.row_bytes, strict=True)
         )
-        return head + b"".join(fields)
+        return self._head + b"".join(fields)
 
     def write(self, row: int, data: bytes) -> None:
         """Write what `read` returned on the other side. Raises UnsupportedError when that side has other fields."""
-        head = np.array([len(self.row_bytes), *self.row_bytes], dtype=_WIDTH).tobytes()
+        head = self._head
         if len(data) != len(head) + sum(self.row_bytes) or not data.startswith(head):
             raise UnsupportedError(
                 f"prefill's metadata of a request are {len(data)} bytes with other fields than decode's {list(self.row_bytes)}: "

@@ -10,17 +10,16 @@ from typing import Any
 from kvbridge.engine.sglang import BACKEND
 
 KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
-MANAGERS = (
+SHOWING = (
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
-)
-REQUESTS = (
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue",
 )
 SENDS_PAGES = "sglang.srt.disaggregation.decode.DecodePreallocQueue.pop_preallocated"
-BUILDING: ContextVar[Any] = ContextVar("kvbridge_sglang_queue")
-"""The queue of SGLang's scheduler whose manager is being made: the manager's arguments do not say which pools they describe."""
+SHOWN: ContextVar[tuple[Any, ...]] = ContextVar("kvbridge_sglang_call")
+"""The queue of SGLang's scheduler that makes one of our objects, and the request that a sender or a receiver is for. SGLang passes
+neither on: a manager does not hear which pools its arguments describe, a sender hears of its room only."""
 
 
 def register() -> None:
@@ -50,7 +49,7 @@ def register() -> None:
             queue.transfer_backend = ours
 
     hooks = {KV_CLASS: class_of, SENDS_PAGES: as_mooncake}
-    hooks |= {**dict.fromkeys(MANAGERS, _with_queue), **dict.fromkeys(REQUESTS, _with_request)}
+    hooks |= dict.fromkeys(SHOWING, _shown)
     for target, hook in hooks.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
@@ -67,19 +66,9 @@ def add_member(enum: type[Enum], name: str, value: str) -> Any:
     return enum(value)
 
 
-def _with_queue(original: Callable[..., Any], queue: Any) -> Any:
-    token = BUILDING.set(queue)
+def _shown(original: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    token = SHOWN.set(args)
     try:
-        return original(queue)
+        return original(*args, **named)
     finally:
-        BUILDING.reset(token)
-
-
-def _with_request(original: Callable[..., Any], queue: Any, req: Any, *more: Any, **named: Any) -> Any:
-    """Show the manager which request the next sender or receiver is for: SGLang names its room only."""
-    manager = queue.kv_manager
-    manager.arriving = req
-    try:
-        return original(queue, req, *more, **named)
-    finally:
-        manager.arriving = None
+        SHOWN.reset(token)

@@ -25,6 +25,8 @@ from kvbridge.engine.kit.tensors import InstanceCache
 SHARDED = frozenset({ComponentKind.MHA_KV, ComponentKind.SWA_KV})
 """Kinds of which each rank has its heads, unless the model has one head; of the others every rank has the same bytes."""
 C4_RATIO, C128_RATIO = 4, 128
+Entry = tuple[int, int, int]
+"""SGLang's address of a buffer, its bytes, and the bytes of a page."""
 
 
 class Buffer(FrozenModel):
@@ -118,7 +120,7 @@ def _buffers(args: Any, pool: Any, *, hisparse: bool) -> Iterator[Buffer]:
                 "sliding windows are not received on the host: leave --disaggregation-decode-host-receive-threshold at 1"
             )
         host = zip(args.host_kv_data_ptrs, args.host_kv_data_lens, args.host_kv_item_lens, strict=True)
-        yield from _pairs(ComponentKind.MHA_KV, _own_layers(pool), list(host), in_host=True)
+        yield from _by_layer(ComponentKind.MHA_KV, _own_layers(pool), list(host), in_host=True)
         return
     if _is_v4(pool):
         yield from _v4_buffers(args, pool, kv, hisparse=hisparse)
@@ -127,23 +129,23 @@ def _buffers(args: Any, pool: Any, *, hisparse: bool) -> Iterator[Buffer]:
         refuse(f"HiSparse over SGLang's pool {type(pool).__name__} is not served yet: leave --enable-hisparse out")
     match pool:
         case MHATokenToKVPool() if not states:
-            yield from _pairs(ComponentKind.MHA_KV, _own_layers(pool), kv)
+            yield from _by_layer(ComponentKind.MHA_KV, _own_layers(pool), kv)
         case MLATokenToKVPool() if not states:
-            yield from _singles(ComponentKind.MLA_KV, _own_layers(pool), kv)
+            yield from _by_layer(ComponentKind.MLA_KV, _own_layers(pool), kv, parts=1)
         case SWAKVPool() if states == ("swa",) and isinstance(pool.full_kv_pool, MHATokenToKVPool):
             window = list(zip(args.state_data_ptrs[0], args.state_data_lens[0], args.state_item_lens[0], strict=True))
             full, windowed = (
                 [layer for layer, (_, is_window) in pool.layers_mapping.items() if is_window is wanted]
                 for wanted in (False, True)
             )
-            yield from _pairs(ComponentKind.MHA_KV, full, kv)
-            yield from _pairs(ComponentKind.SWA_KV, windowed, window)
+            yield from _by_layer(ComponentKind.MHA_KV, full, kv)
+            yield from _by_layer(ComponentKind.SWA_KV, windowed, window)
         case _:
             with_states = f" with the states {', '.join(states)}" if states else ""
             refuse(f"SGLang's pool {type(pool).__name__}{with_states} is not served yet")
 
 
-def _v4_buffers(args: Any, pool: Any, kv: Sequence[tuple[int, int, int]], *, hisparse: bool) -> Iterator[Buffer]:
+def _v4_buffers(args: Any, pool: Any, kv: Sequence[Entry], *, hisparse: bool) -> Iterator[Buffer]:
     stage, ratios = range(pool._stage_start, pool._stage_end), pool.compression_ratios
     require_paged_v4(pool)
     c4, c128 = ([layer for layer in stage if ratios[layer] == ratio] for ratio in (C4_RATIO, C128_RATIO))
@@ -188,25 +190,18 @@ def _own_layers(pool: Any) -> range:
     return range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
-def _pairs(
-    kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple[int, int, int]], *, in_host: bool = False
+def _by_layer(
+    kind: ComponentKind, layers: Sequence[int], entries: Sequence[Entry], *, parts: int = 2, in_host: bool = False
 ) -> Iterator[Buffer]:
-    """Yield the buffers of keys, then those of values."""
-    if len(entries) != 2 * len(layers):
-        refuse(f"{kind}: {len(entries)} buffers for {len(layers)} layers, where each has a key and a value")
+    """Yield the first parts of all layers, then the second ones. `parts`: 2 for keys and values, 1 for latent vectors."""
+    if len(entries) != parts * len(layers):
+        refuse(f"{kind}: {len(entries)} buffers for {len(layers)} layers, where each has {parts}")
     for number, entry in enumerate(entries):
-        which, at = divmod(number, len(layers))
-        yield _buffer(kind, 2 * layers[at] + which, entry, in_host=in_host)
+        part, at = divmod(number, len(layers))
+        yield _buffer(kind, parts * layers[at] + part, entry, in_host=in_host)
 
 
-def _singles(kind: ComponentKind, layers: Sequence[int], entries: Sequence[tuple[int, int, int]]) -> Iterator[Buffer]:
-    if len(entries) != len(layers):
-        refuse(f"{kind}: {len(entries)} buffers for {len(layers)} layers")
-    for layer, entry in zip(layers, entries, strict=True):
-        yield _buffer(kind, layer, entry)
-
-
-def _buffer(kind: ComponentKind, layer: int, entry: tuple[int, int, int], *, in_host: bool = False) -> Buffer:
+def _buffer(kind: ComponentKind, layer: int, entry: Entry, *, in_host: bool = False) -> Buffer:
     address, total_bytes, page_bytes = entry
     place = {"address": address, "page_bytes": page_bytes, "page_count": total_bytes // page_bytes}
     return Buffer(kind=kind, layer=layer, in_host=in_host, **place)
@@ -307,25 +302,24 @@ def rank_regions(geometry: ModelGeometry, pools: RankPools, rank: Rank) -> list[
     counts: dict[IndexSpace, int] = {}
     for buffer, space in spaces.items():
         counts[space] = min(counts.get(space, buffer.page_count), buffer.page_count)
-    return [_region(geometry, pools, rank, buffer, space, counts[space]) for buffer, space in spaces.items()]
-
-
-def _region(
-    geometry: ModelGeometry, pools: RankPools, rank: Rank, buffer: Buffer, space: IndexSpace, page_count: int
-) -> Region:
-    in_vram = pools.device.startswith("cuda") and not buffer.in_host
-    lanes = (rank.tp, rank.tp + 1) if geometry.component(buffer.kind).lanes > 1 else (0, 1)
-    return Region(
-        component=buffer.kind,
-        layer=buffer.layer,
-        space=space,
-        memory=MemoryKind.VRAM if in_vram else MemoryKind.DRAM,
-        device=int(pools.device.partition(":")[2] or 0) if in_vram else 0,
-        extent_addresses=(buffer.address,),
-        pages_per_extent=page_count,
-        page_count=page_count,
-        page_bytes=buffer.page_bytes,
-        page_stride_bytes=buffer.page_bytes,
-        lane_start=lanes[0],
-        lane_stop=lanes[1],
-    )
+    regions = []
+    for buffer, space in spaces.items():
+        in_vram = pools.device.startswith("cuda") and not buffer.in_host
+        lane = rank.tp if geometry.component(buffer.kind).lanes > 1 else 0
+        regions.append(
+            Region(
+                component=buffer.kind,
+                layer=buffer.layer,
+                space=space,
+                memory=MemoryKind.VRAM if in_vram else MemoryKind.DRAM,
+                device=int(pools.device.partition(":")[2] or 0) if in_vram else 0,
+                extent_addresses=(buffer.address,),
+                pages_per_extent=counts[space],
+                page_count=counts[space],
+                page_bytes=buffer.page_bytes,
+                page_stride_bytes=buffer.page_bytes,
+                lane_start=lane,
+                lane_stop=lane + 1,
+            )
+        )
+    return regions

@@ -354,9 +354,3 @@ class FetchedRoom(Room):
             self.fail(str(error) or type(error).__name__)
         else:
             self.state = Poll.SUCCESS
-
-
-def last_pages(space: IndexSpace, ids: npt.NDArray[np.int32], tokens: int, page_tokens: int) -> PageTable:
-    """Return the pages of a window or a state at the end of `tokens` tokens."""
-    pages = np.ascontiguousarray(ids, dtype=np.int32)
-    return PageTable(space, pages, max(0, -(-tokens // page_tokens) - len(pages)))

@@ -6,10 +6,10 @@ at start and end wait. Only these raise, too: for the person who starts vLLM, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import vllm
@@ -29,7 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.kit import Guard, hook, nothing
+from kvbridge.engine.kit import Guard
 from kvbridge.engine.kit.transfers import StepMetadata, prompt_digest
 from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
 from kvbridge.engine.vllm.processes import RankReport, Scheduler, Worker
@@ -63,6 +63,33 @@ DOCUMENTATION = {
     "held_requests": "Finished requests whose blocks wait for decode.",
     "held_blocks": "Their blocks.",
 }
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def nothing() -> None:
+    """Answer of a hook that returns None."""
+
+
+def hook(otherwise: Callable[[], Any], *, of_request: bool = False) -> Callable[[MethodT], MethodT]:
+    """Return a decorator for a hook of a class with a `guard`. A hook that fails returns `otherwise()`.
+
+    `of_request`: the hook's first argument is a request with a `request_id`. The request is lost when the hook fails.
+    """
+
+    def guarded(method: MethodT) -> MethodT:
+        @wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            what, name, lost = method.__name__, "", None
+            if of_request:
+                what, name = "computed_here", (args[0] if args else kwargs["request"]).request_id
+                lost = partial(self.guard.lose, name)
+            with self.guard.over(what, name, lost=lost):
+                return method(self, *args, **kwargs)
+            return otherwise()
+
+        return cast("MethodT", call)
+
+    return guarded
 
 
 @dataclass

@@ -17,10 +17,10 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Fetch as FetchCall, Provide, RoomEvent
-from kvbridge.engine.kit.transfers import Transfer, full_tables
+from kvbridge.engine.kit.transfers import Transfer
 from kvbridge.engine.vllm.groups import RoomBlocks
 from kvbridge.engine.vllm.requests import Instance, Request, Source, source_of
-from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
+from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole, full_tables
 
 MOST_WITHDRAWALS = 4_096
 """Limit of withdrawals kept for a node that is starting again. Prefill holds forgotten rooms for its `timeouts.offer_s`."""

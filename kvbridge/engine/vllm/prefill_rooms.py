@@ -28,10 +28,10 @@ import structlog
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.session.tables import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Finish, Hold, Publish, RoomEvent
-from kvbridge.engine.kit.transfers import Transfer, full_tables
+from kvbridge.engine.kit.transfers import Transfer
 from kvbridge.engine.vllm.groups import RoomBlocks
 from kvbridge.engine.vllm.requests import Instance, Request, Source, params_of, room_of
-from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
+from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole, full_tables
 
 log = structlog.get_logger(__name__)
 

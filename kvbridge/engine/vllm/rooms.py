@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
+import numpy as np
+
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, InvalidInputError
-from kvbridge.core.ids import Role
+from kvbridge.core.ids import IndexSpace, PageTable, Role, Tables
 from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.kit import Guard
@@ -28,6 +30,11 @@ from kvbridge.engine.vllm.stats import TransferStats
 ROOMS_REMEMBERED = 65_536
 """Limit of remembered rooms. A request that names a remembered room of another request computes its prompt itself."""
 NO_NODE = "there is no node process; it is being started again"
+
+
+def full_tables(blocks: Sequence[int], first: int) -> Tables:
+    """Return a prompt's blocks, from block `first` on, as tables."""
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(blocks, dtype=np.int32), first)}
 
 
 class RoomsOfRole(ABC):

@@ -21,7 +21,7 @@ from kvbridge.core.ids import MAX_ROOM, MOST_PAGES, IndexSpace, Rank
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
 from kvbridge.engine.sglang.metadata import MetadataRows
-from kvbridge.engine.sglang.plugin import add_member
+from kvbridge.engine.sglang.plugin import SHOWN, add_member
 from kvbridge.engine.sglang.pools import (
     Buffer,
     RankPools,
@@ -37,7 +37,6 @@ from kvbridge.engine.sglang.rooms import (
     Prompt,
     Rooms,
     SentRoom,
-    last_pages,
     prompt_of,
     room_of,
 )
@@ -260,12 +259,6 @@ def test_rooms_of_released_memory_are_forgotten_and_later_ones_wait(
     attachment.node = "a"
     rooms.look()
     assert (following.state, len(attachment.said)) == (Poll.WAITING, before + 1)
-
-
-@pytest.mark.parametrize(("tokens", "pages", "first"), [(40, 2, 1), (32, 2, 0), (33, 1, 2), (16, 1, 0)])
-def test_the_last_pages_end_with_the_prompt(tokens: int, pages: int, first: int) -> None:
-    table = last_pages(IndexSpace.SWA, np.arange(pages, dtype=np.int64), tokens, 16)
-    assert (table.first_page, table.ids.dtype) == (first, np.int32)
 
 
 @pytest.fixture
@@ -502,13 +495,14 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def manager(backend: ModuleType, rooms: Rooms) -> Any:
+def manager(backend: ModuleType, rooms: Rooms) -> Iterator[Any]:
     made = object.__new__(backend.KvbridgeManager)
     made.rooms, made.guard, made.page_tokens = rooms, Guard(lambda _code: None), 16
-    made.arriving = request()
     made.prefill_info_table = {"host:1": SimpleNamespace(dp_size=2, nodes=dict.fromkeys((0, 1), NODE[0]))}
     made.kv_args, made.instance = SimpleNamespace(state_types=()), SimpleNamespace(dp_size=1)
-    return made
+    token = SHOWN.set((None, request()))
+    yield made
+    SHOWN.reset(token)
 
 
 @pytest.mark.parametrize("room", [None, 0, -1, 2**70])
@@ -520,9 +514,18 @@ def test_whatever_room_a_client_names_the_scheduler_goes_on(
     assert (made.poll() == Poll.FAILED) == (not room)
 
 
+@pytest.mark.parametrize(("tokens", "pages", "first"), [(40, 2, 1), (32, 2, 0), (33, 1, 2), (16, 1, 0)])
+def test_the_last_pages_end_with_the_prompt(
+    manager: Any, backend: ModuleType, tokens: int, pages: int, first: int
+) -> None:
+    manager.kv_args.state_types = [SimpleNamespace(value="swa")]
+    table = backend._state_tables(manager, [np.arange(pages, dtype=np.int64)], tokens)[IndexSpace.SWA]
+    assert (table.first_page, table.ids.dtype) == (first, np.int32)
+
+
 @pytest.mark.parametrize("ids", [[2**70], None])
 def test_a_request_that_cannot_be_read_ends_alone(manager: Any, backend: ModuleType, ids: Any) -> None:
-    manager.arriving.origin_input_ids = ids
+    SHOWN.get()[1].origin_input_ids = ids
     for side in (backend.KvbridgeSender, backend.KvbridgeReceiver):
         made = side(manager, "host:1", 1)
         assert made.poll() == Poll.FAILED
@@ -600,7 +603,7 @@ def test_a_request_that_decode_has_retracted_is_asked_for_again(
     """Prefill hears of the attempt. Decode hears why prefill does not compute."""
     asked: queue.Queue[Any] = queue.Queue()
     monkeypatch.setattr(backend, "generate", lambda *given: asked.put(given) or "it is away")
-    manager.arriving = request(retraction_count=1, pd_rebootstrap_in_progress=True)
+    SHOWN.set((None, request(retraction_count=1, pd_rebootstrap_in_progress=True)))
     receiver = backend.KvbridgeReceiver(manager, "host:1", 1)
     receiver.init(1)
     manager.submit_prefill_recompute(receiver, {"sampling_params": {}})

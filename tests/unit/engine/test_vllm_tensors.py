@@ -201,7 +201,7 @@ def test_ranks_that_are_no_whole_instance_are_refused():
     with pytest.raises(UnsupportedError, match="which are not 8 KV heads over 2"):
         instance_cache(told, name="m", kv_heads=8, facts={})
     other = told[last].model_copy(update={"form": told[last].form.model_copy(update={"content_bytes": 14})})
-    with pytest.raises(UnsupportedError, match="all have to be alike"):
+    with pytest.raises(UnsupportedError, match="blocks are not alike"):
         instance_cache(told | {last: other}, name="m", kv_heads=4, facts={})
 
 
