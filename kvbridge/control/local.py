@@ -100,7 +100,14 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        self._server.heard(self, self._received)
+        try:
+            for body in _take_frames(self._received, self._server.inbound.max_frame_bytes):
+                self._server.heard(self, body)
+                if self.name not in self._server.clients:  # the message led to its end
+                    return
+        except FrameError as error:
+            self._server.on_refused(error.fault, f"{self.name}: {error}")
+            self.transport.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         if error is not None:  # a write found it; the last messages of the client are still unread
@@ -108,11 +115,6 @@ class _Connection(asyncio.Protocol):
                 while data := os.read(self.transport.get_extra_info("socket").fileno(), _READ_BYTES):
                     self.data_received(data)
         self._server.lost(self)
-
-    def send(self, frame: bytes) -> None:
-        if self.transport.get_write_buffer_size() + len(frame) > MAX_UNSENT_BYTES:
-            raise CapacityError(f"local client '{self.name}' does not read its messages, or is just going; it may hang")
-        self.transport.write(frame)
 
 
 class LocalServer(Generic[InboundT, OutboundT]):
@@ -143,10 +145,9 @@ class LocalServer(Generic[InboundT, OutboundT]):
         """
         self._greeting = framed(incarnation.encode())
         self._path = path
-        self._inbound = inbound
-        self._outbound = outbound
-        self._on_message, self._on_gone, self._on_refused = on_message, on_gone, on_refused
-        self._clients: dict[str, _Connection] = {}
+        self.inbound, self._outbound = inbound, outbound
+        self._on_message, self._on_gone, self.on_refused = on_message, on_gone, on_refused
+        self.clients: dict[str, _Connection] = {}
         self._numbers = itertools.count(1)
         self._loop = asyncio.get_running_loop()
         self._socket = listen_at(path, to_group=to_group)
@@ -160,7 +161,10 @@ class LocalServer(Generic[InboundT, OutboundT]):
         Raises NotFoundError when the client is gone, CapacityError when it has left megabytes unread, InvalidInputError when the
         message does not fit into a frame.
         """
-        self._known(client).send(framed(self._outbound.encode_body(message)))
+        transport, frame = self._known(client).transport, framed(self._outbound.encode_body(message))
+        if transport.get_write_buffer_size() + len(frame) > MAX_UNSENT_BYTES:
+            raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
+        transport.write(frame)
 
     def process(self, client: str) -> PeerProcess:
         """Return the process of a client. Raises NotFoundError when the client is gone."""
@@ -168,7 +172,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
 
     def drop(self, client: str) -> None:
         """Give a client up and tell it, without `on_gone`. Harmless for a client that is gone."""
-        known = self._clients.pop(client, None)
+        known = self.clients.pop(client, None)
         if known is not None:
             known.transport.write(framed(_GIVEN_UP))
             known.transport.close()
@@ -182,33 +186,35 @@ class LocalServer(Generic[InboundT, OutboundT]):
                 self._server.close()
             self._socket.close()
             remove_socket(self._path, self._inode)
-        for known in self._clients.values():
+        for known in self.clients.values():
             known.transport.close()
             known.process.close()
-        self._clients.clear()
+        self.clients.clear()
 
     # ------------------------------------------------------------------ connections call these
 
     def joined(self, client: _Connection) -> None:
         """A client has connected."""
         client.name = f"{self._path.stem}-{client.process.pid}.{next(self._numbers)}"
-        self._clients[client.name] = client
-        client.send(self._greeting)
+        self.clients[client.name] = client
+        client.transport.write(self._greeting)
 
-    def heard(self, client: _Connection, received: bytearray) -> None:
-        """A client has sent something."""
+    def heard(self, client: _Connection, body: bytes) -> None:
+        """A client has sent a message."""
+        message: InboundT | None = None
         try:
-            for body in _take_frames(received, self._inbound.max_frame_bytes):
-                self._take(client, body)
-                if client.name not in self._clients:  # the message led to its end
-                    return
+            message = self.inbound.decode_body(body)
+            self._on_message(client.name, message)
         except FrameError as error:
-            self._on_refused(error.fault, f"{client.name}: {error}")
-            client.transport.abort()
+            self.on_refused(error.fault, str(error))
+        except BridgeError as error:
+            self.on_refused(error.code, f"{type(message).__name__} of {client.name}: {error}")
+        except Exception as error:  # noqa: BLE001 - a defect costs one message, not those behind it
+            self._loop.call_exception_handler({"message": f"a message of {client.name}", "exception": error})
 
     def lost(self, client: _Connection) -> None:
         """A connection has ended."""
-        if self._clients.pop(client.name, None) is None:
+        if self.clients.pop(client.name, None) is None:
             return
         try:
             self._on_gone(client.name, client.process)
@@ -220,21 +226,9 @@ class LocalServer(Generic[InboundT, OutboundT]):
 
     def _known(self, client: str) -> _Connection:
         try:
-            return self._clients[client]
+            return self.clients[client]
         except KeyError:
             raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started") from None
-
-    def _take(self, client: _Connection, body: bytes) -> None:
-        message: InboundT | None = None
-        try:
-            message = self._inbound.decode_body(body)
-            self._on_message(client.name, message)
-        except FrameError as error:
-            self._on_refused(error.fault, str(error))
-        except BridgeError as error:
-            self._on_refused(error.code, f"{type(message).__name__} of {client.name}: {error}")
-        except Exception as error:  # noqa: BLE001 - a defect costs one message, not those behind it
-            self._loop.call_exception_handler({"message": f"a message of {client.name}", "exception": error})
 
 
 class LocalClient(Generic[InboundT, OutboundT]):

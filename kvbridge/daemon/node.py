@@ -53,7 +53,7 @@ class NodeDaemon(Daemon):
         self.peers = peers
         self.rooms = rooms
         self.admission = AdmissionController(rooms, parts.book, limits=parts.config.admission, events=parts.events)
-        parts.engines.serve(rooms, self.admission, pid=parts.engine_socket.pid, attached=parts.attached)
+        parts.engines.serve(rooms, self.admission, attached=parts.attached)
         self.overview = NodeOverview(parts, peers, rooms.book, self.admission)
         self._journal: KeptJournal | None = None
 
@@ -68,7 +68,7 @@ class NodeDaemon(Daemon):
         group = None if config.runtime_group is None else group_number(config.runtime_group)
         prepare_runtime_directory(config.runtime_dir, group)
         parts.workers.open(parts.identity.incarnation)
-        parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, parts.engines)
+        parts.engines.open(parts.identity.incarnation, config.runtime_dir)
         keys = curve_keys(config.control.curve)
         identity = PeerIdentity(parts.identity.incarnation, keys, insecure=config.insecure)
         self.overview.control = self.peers.open(identity)
@@ -103,7 +103,7 @@ class NodeDaemon(Daemon):
         last_first.callback(parts.memory.close)
         last_first.push_async_callback(self._leave_pools)
         last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
-        last_first.callback(parts.engine_socket.close)
+        last_first.callback(parts.engines.close)
         last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
         last_first.push_async_callback(parts.workers.close, 2 * self._closing_part_s)
         if parts.stored is not None:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
-
-import structlog
 
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.tier import CopyBackend
-from kvbridge.control.local import LocalServer
-from kvbridge.control.processes import PeerProcess
-from kvbridge.control.runtime_directory import ENGINE_SOCKET
-from kvbridge.core.errors import BridgeError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import GROWING_SPACES
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, NodeIdentity, Rank, Role
-from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.engine_messages import Answer, Attached, EngineToNode, NodeToEngine, Refused
-from kvbridge.core.wire.messages import FEATURES, REASON_CHARS, NodeDescription
+from kvbridge.core.wire.engine_messages import Attached
+from kvbridge.core.wire.messages import FEATURES, NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.kept_journal import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.layout import NodeConfig, load_geometry, plan_memory
@@ -41,60 +33,6 @@ from kvbridge.tier.copies import copy_backend
 from kvbridge.tier.host_copies import BackupController
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
-
-log = structlog.get_logger(__name__)
-
-
-class EngineSocket:
-    """The socket that a node's engines connect to, in front of `Engines`. Built anywhere, opened and used in one running loop."""
-
-    def __init__(self, settle_s: float, events: EventStream) -> None:
-        """`settle_s`: `timeouts.engine_settle_s`."""
-        self._settle_s = settle_s
-        self._events = events
-        self._server: LocalServer[EngineToNode, NodeToEngine] | None = None
-        self._engines: Engines
-
-    def open(self, incarnation: str, runtime_dir: Path, engines: Engines) -> None:
-        """Listen for engines, whose calls `engines` answers. Raises ConflictError when another daemon uses the directory."""
-        self._engines = engines
-        self._server = LocalServer(
-            incarnation,
-            runtime_dir / ENGINE_SOCKET,
-            ENGINE_TO_NODE,
-            NODE_TO_ENGINE,
-            on_message=engines.handle,
-            on_gone=self._on_gone,
-            on_refused=self._events.frame_refused,
-            to_group=True,
-        )
-
-    def send(self, engine: str, message: NodeToEngine) -> None:
-        """Send to an attached engine. A failure is logged; an answer that does not fit into a frame becomes a refusal."""
-        if self._server is None:
-            return
-        try:
-            self._server.send(engine, message)
-        except BridgeError as error:
-            log.warning("engine_unreachable", engine=engine, code=error.code, reason=str(error))
-            if isinstance(error, InvalidInputError) and isinstance(message, Answer):
-                self.send(engine, Refused(call=message.call, code=error.code, message=str(error)[:REASON_CHARS]))
-
-    def pid(self, engine: str) -> int:
-        """Return an engine's process id as the kernel tells it, 0 for a process of another pid namespace."""
-        return self._server.process(engine).pid if self._server is not None else 0
-
-    def close(self) -> None:
-        """Stop listening; harmless when closed."""
-        if self._server is not None:
-            self._server.close()
-
-    def _on_gone(self, engine: str, process: PeerProcess) -> None:
-        if self._engines.gone(engine, "its connection has ended", followed=process.followed):
-            process.when_ended(lambda: self._on_ended(engine))
-
-    def _on_ended(self, engine: str) -> None:
-        asyncio.get_running_loop().call_later(self._settle_s, self._engines.ended, engine)
 
 
 class NodeParts:
@@ -117,8 +55,7 @@ class NodeParts:
             self.events.add_reader(table)
         layers = {rank: part.layers for rank, part in self.layout.parts.items()}
         self.workers = WorkerSet(config, layers, self.events, self.seldom)
-        self.engine_socket = EngineSocket(config.timeouts.engine_settle_s, self.events)
-        self.engines = Engines(self.engine_socket.send, tuple(layers), self.events)
+        self.engines = Engines(tuple(layers), self.events, settle_s=config.timeouts.engine_settle_s)
         self.prefixes = self._prefixes()
         """Keeps pages of the book as prefixes; None when none are kept."""
         self.backups: Backups | None = None

@@ -7,14 +7,19 @@ when its process has ended: the connection of a killed process ends first, and i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.api.status import EngineStatus
+from kvbridge.control.local import LocalServer
+from kvbridge.control.processes import PeerProcess
+from kvbridge.control.runtime_directory import ENGINE_SOCKET
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -25,10 +30,12 @@ from kvbridge.core.errors import (
     code_of,
 )
 from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Accepted,
     Admit,
+    Answer,
     Attach,
     Attached,
     Begin,
@@ -66,6 +73,7 @@ class AttachedEngine:
 
     name: str
     pid: int
+    """As the kernel tells it; 0 for a process of another pid namespace."""
     ranks: tuple[Rank, ...]
     lost: str = ""
     """Why its memory is gone: it may only let go of its rooms."""
@@ -74,16 +82,16 @@ class AttachedEngine:
 
 
 class Engines:
-    """The engines of one node. Called from the event loop's thread only."""
+    """The engines of one node, and the socket that they connect to. Built anywhere, opened and used in one running loop."""
 
     _rooms: Rooms[Any]
     _admission: AdmissionController
-    _pid: Callable[[str], int]
     _answer_attach: Callable[[int, tuple[Rank, ...]], Attached]
 
-    def __init__(self, send: Callable[[str, NodeToEngine], None], ranks: tuple[Rank, ...], events: EventStream) -> None:
-        """`send(engine, message)` never raises; `ranks` are those of the node."""
-        self.send, self._ranks, self._events = send, ranks, events
+    def __init__(self, ranks: tuple[Rank, ...], events: EventStream, *, settle_s: float) -> None:
+        """`ranks` are those of the node; `settle_s`: `timeouts.engine_settle_s`."""
+        self._ranks, self._events, self._settle_s = ranks, events, settle_s
+        self._server: LocalServer[EngineToNode, NodeToEngine] | None = None
         self._attached: dict[str, AttachedEngine] = {}
         self._departed: dict[str, AttachedEngine] = {}
         """Engines without a connection, for the end of whose process pages wait."""
@@ -93,17 +101,44 @@ class Engines:
         rooms: Rooms[Any],
         admission: AdmissionController,
         *,
-        pid: Callable[[str], int],
         attached: Callable[[int, tuple[Rank, ...]], Attached],
     ) -> None:
-        """Carry calls out on these rooms; before the first call.
+        """Carry calls out on these rooms; before `open`.
 
-        `pid(engine)` asks the kernel, and is 0 for a process of another pid namespace. `attached(call, ranks)` answers an attach,
-        and raises NotReadyError while there is no memory to attach to.
+        `attached(call, ranks)` answers an attach, and raises NotReadyError while there is no memory to attach to.
         """
-        self._rooms, self._admission, self._pid, self._answer_attach = rooms, admission, pid, attached
+        self._rooms, self._admission, self._answer_attach = rooms, admission, attached
+
+    def open(self, incarnation: str, runtime_dir: Path) -> None:
+        """Listen for engines. Raises ConflictError when another daemon uses the directory."""
+        self._server = LocalServer(
+            incarnation,
+            runtime_dir / ENGINE_SOCKET,
+            ENGINE_TO_NODE,
+            NODE_TO_ENGINE,
+            on_message=self.handle,
+            on_gone=self._connection_ended,
+            on_refused=self._events.frame_refused,
+            to_group=True,
+        )
+
+    def close(self) -> None:
+        """Stop listening; harmless when closed."""
+        if self._server is not None:
+            self._server.close()
 
     # ------------------------------------------------------------------ for rooms and operators
+
+    def send(self, engine: str, message: NodeToEngine) -> None:
+        """Send to an engine. A failure is logged; an answer that does not fit into a frame becomes a refusal."""
+        if self._server is None:
+            return
+        try:
+            self._server.send(engine, message)
+        except BridgeError as error:
+            log.warning("engine_unreachable", engine=engine, code=error.code, reason=str(error))
+            if isinstance(error, InvalidInputError) and isinstance(message, Answer):
+                self.send(engine, Refused(call=message.call, code=error.code, message=str(error)[:REASON_CHARS]))
 
     def push(self, event: RoomEvent) -> None:
         """Tell every attached engine. Never raises."""
@@ -207,7 +242,8 @@ class Engines:
         ranks = message.ranks or self._ranks
         answer = self._answer_attach(message.call, ranks)
         agree(answer.features, message.features, us="this node", them="the engine")
-        engine = self._attached[name] = AttachedEngine(name, self._pid(name), ranks)
+        pid = self._server.process(name).pid if self._server is not None else 0
+        engine = self._attached[name] = AttachedEngine(name, pid, ranks)
         self._events.emit(EngineAttached(engine=name, pid=engine.pid, ranks=ranks))
         return answer
 
@@ -268,6 +304,11 @@ class Engines:
             raise
 
     # ------------------------------------------------------------------ connections and processes
+
+    def _connection_ended(self, name: str, process: PeerProcess) -> None:
+        if self.gone(name, "its connection has ended", followed=process.followed):
+            settled = lambda: asyncio.get_running_loop().call_later(self._settle_s, self.ended, name)  # noqa: E731
+            process.when_ended(settled)
 
     def gone(self, name: str, reason: str, *, followed: bool) -> bool:
         """Fail the rooms of an engine whose connection has ended.

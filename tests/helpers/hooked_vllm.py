@@ -153,8 +153,9 @@ class Node:
         bench = self.bench
         bench.engines.push = self._push
         admission = AdmissionController(bench.service, bench.book, limits=AdmissionConfig(), events=bench.events)
-        self.api = Engines(self._send, (R0,), bench.events)
-        self.api.serve(bench.service, admission, pid=lambda _: 1, attached=self._describe)
+        self.api = Engines((R0,), bench.events, settle_s=0)
+        self.api.send = self._send
+        self.api.serve(bench.service, admission, attached=self._describe)
 
     def _describe(self, call: int, ranks: Any) -> Attached:
         facts = {"instance": "i", "incarnation": "n", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}

@@ -397,6 +397,6 @@ class OneLink:
 
 def own_admission(service: PrefillRooms | DecodeRooms, book: PageBook, world: World) -> AttachedEngines:
     controller = AdmissionController(service, book, limits=AdmissionConfig(), events=EventStream(), clock=world.clock)
-    engines = AttachedEngines(lambda _engine, _message: None, (), EventStream())
-    engines.serve(service, controller, pid=lambda _: 0, attached=lambda *_: None)
+    engines = AttachedEngines((), EventStream(), settle_s=0)
+    engines.serve(service, controller, attached=lambda *_: None)
     return engines

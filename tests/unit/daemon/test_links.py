@@ -20,8 +20,9 @@ from kvbridge.core.ids import Role
 from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillLinks
-from kvbridge.daemon.parts import EngineSocket, NodeParts
+from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
+from kvbridge.node.engines import Engines
 from kvbridge.telemetry.facts import EventStream
 from tests.helpers.local_servers import held_ports
 from tests.helpers.node_bench import FakeServer
@@ -228,7 +229,7 @@ async def test_a_node_that_is_lost_while_links_end_does_not_keep_the_others_open
 
 
 async def test_an_engine_is_told_that_its_answer_does_not_fit_into_a_frame():
-    engines = EngineSocket(0.0, EventStream())
+    engines = Engines((), EventStream(), settle_s=0)
     engines._server = server = FakeServer()
     engines.send("engine", Pages(call=7, room=1, generation=1, prompt_tokens=1, tables=()))
     [(engine, refused)] = server.sent

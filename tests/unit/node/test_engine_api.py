@@ -1,5 +1,7 @@
 """The calls of engines and their answers, and the end of rooms whose engine or memory is gone."""
 
+from types import SimpleNamespace
+
 import pytest
 from structlog.testing import capture_logs
 
@@ -59,9 +61,12 @@ class Api:
             clock=bench.clock,
             draw=lambda: 0.0,
         )
-        send = lambda engine, message: self.messages.append((engine, message))  # noqa: E731
-        self.api = self.engines = Engines(send, ranks, bench.events)
-        self.engines.serve(bench.service, admission, pid=lambda engine: 77, attached=self.describe)
+        self.api = self.engines = Engines(ranks, bench.events, settle_s=0)
+        self.engines._server = SimpleNamespace(
+            send=lambda engine, message: self.messages.append((engine, message)),
+            process=lambda _: SimpleNamespace(pid=77),
+        )
+        self.engines.serve(bench.service, admission, attached=self.describe)
 
     def describe(self, call: int, ranks) -> Attached:
         facts = {"instance": "i", "incarnation": "x", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}
