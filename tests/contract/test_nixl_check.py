@@ -76,7 +76,6 @@ def test_the_process_that_others_are_forked_from_is_started_again(pair: Pair, sh
         endpoint = other.endpoint
         parent = process_apart(pair)
         former = parent._process
-        assert former is not None
         former.kill()
         former.wait()
         pair.transport.disconnect(connect(pair.transport, endpoint))
@@ -89,7 +88,6 @@ def test_it_ends_with_its_worker() -> None:
         "from kvbridge.config.transports import NixlSettings\n"
         "from kvbridge.transport.nixl.check import PeerCheck\n"
         "check = PeerCheck(NixlSettings(ucx_tls='tcp', ucx_net_devices='lo'))\n"
-        "check._start()\n"
         "print(check._process.pid, flush=True)\n"
         "sys.stdin.read()\n"
         "os._exit(0)\n"

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.engines import fleet, servers
+import psutil
+
+from tests.engines import servers
 from tests.engines.prompts import Answer, distances
 from tests.engines.servers import ANSWER_S, START_S, Setup, together
-from tests.vllm.servers import HERE, HOLD, Pair, Plan
+from tests.vllm.fleet import Served
+from tests.vllm.servers import HERE, HOLD, Plan
 
 _ids = itertools.count()
 
@@ -55,6 +58,9 @@ class EngineServer(servers.Server):
 
     def has_node(self) -> bool:
         return (self.plan.transfer or {}).get("kv_connector") == "KvbridgeConnector"
+
+    def engine(self) -> list[psutil.Process]:
+        return self.tree()[:1]
 
     def says(self) -> dict[str, Any]:
         """Return what it says of its cache."""
@@ -104,13 +110,11 @@ def model(setup: Setup, kind: str) -> Path:
     return directory
 
 
-class Engines(fleet.Fleet):
+class Engines(Served):
     """The engines of one kind of model: prefill, which is also asked for the right answers, and decode."""
 
-    start, of = EngineServer, Pair
-
-    def _left_at(self, server: EngineServer) -> list[str]:
-        return [*(f"{name} is {value}" for name, value in server.used().items()), *super()._left_at(server)]
+    start = EngineServer
+    kind = ""
 
     def expected(self, asked: Sequence[int], max_tokens: int = 16) -> Answer:
         """Return what prefill answers alone. It forgets the prompt before others ask for it (`expect`)."""
@@ -129,6 +133,8 @@ class Engines(fleet.Fleet):
     ) -> list[Answer]:
         """Ask for all at once, in plain order. A prompt of which prefill holds nothing is computed by decode."""
         first, second = self.servers[prefill], self.servers[decode]
-        held = together([lambda one=one: first.ask(one, 1, transfer=HOLD) for one in asked])
-        calls = zip(asked, held, strict=True)
-        return together([lambda one=one, of=of: second.ask(one, max_tokens, transfer=of.transfer) for one, of in calls])
+
+        def handed_over(one: Sequence[int]) -> Answer:
+            return second.ask(one, max_tokens, transfer=first.ask(one, 1, transfer=HOLD).transfer)
+
+        return together([lambda one=one: handed_over(one) for one in asked])

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import httpx
 
@@ -19,13 +20,8 @@ OFFER_S = 12.0
 """Time for which prefill holds a room that decode never asks for."""
 
 
-class Fleet(fleet.Fleet):
-    start, of = Server, Pair
-
-    def add(self, plans: Sequence[Plan]) -> None:
-        super().add([replace(plan, blocks=0 if plan.name == "single" else BLOCKS) for plan in plans])
-        for plan in plans:
-            self.servers[plan.name].ask(CANARY, 4)  # the first answer compiles
+class Served(fleet.Fleet):
+    of = Pair
 
     def wait_hand_over(self, decode: str) -> None:
         """Wait until prefill and decode serve each other: after one of them, or its node, was started again."""
@@ -44,6 +40,18 @@ class Fleet(fleet.Fleet):
         pair.decode.ask(asked, 1, transfer=told)
         return pair.decode.rooms_completed() > before
 
+    def _left_at(self, server: Any) -> list[str]:
+        return [*(f"{name} is {value:g}" for name, value in server.used().items()), *super()._left_at(server)]
+
+
+class Fleet(Served):
+    start = Server
+
+    def add(self, plans: Sequence[Plan]) -> None:
+        super().add([replace(plan, blocks=0 if plan.name == "single" else BLOCKS) for plan in plans])
+        for plan in plans:
+            self.servers[plan.name].ask(CANARY, 4)  # the first answer compiles
+
     def wait_settled(self, server: Server) -> None:
         """See that a server answers another request. Raises AssertionError when it has ended."""
         assert server.is_healthy(), f"{server.plan.name} is not healthy; its log ends:\n{server.tail()}"
@@ -56,9 +64,6 @@ class Fleet(fleet.Fleet):
         # Also a step, after which its metrics are of now.
         wrong = self.wrong(CANARY, server.ask(CANARY))
         return [f"answers another request wrongly: {wrong}"] if wrong else []
-
-    def _left_at(self, server: Server) -> list[str]:
-        return [*(f"{name} is {value:g}" for name, value in server.used().items()), *super()._left_at(server)]
 
 
 PLANS: tuple[Callable[[], Plan], ...] = (

@@ -4,15 +4,18 @@ The engines are of one process each (`engine.py`). NixlConnector beside ours mak
 """
 
 import json
+import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvbridge.engine.vllm.groups import CacheGroup, GroupKind
+from tests.engines.processes import end, frozen, send
 from tests.engines.prompts import fresh, prompt
-from tests.engines.servers import Setup, together, wait_until
+from tests.engines.servers import Setup, together, under_way, wait_until
 from tests.engines.suite import running
 from tests.integration.test_vllm_roles import rows_cross
 from tests.vllm.engines import EnginePlan, Engines, model
@@ -32,13 +35,19 @@ LENGTHS = {
 SETTINGS = {"gemma": {"block_size": 32}, "gpt-oss": {"block_size": 32}}
 DTYPES = {"qwen": "bfloat16"}
 CHUNK_TOKENS = 64
-BLOCKS = 160
-"""Room for a prompt of 2,048 tokens in all groups."""
+BLOCKS = {"granite": 48, "qwen": 48}
+"""Room for a prompt of 2,048 tokens in all groups; 160 for other kinds."""
+OF_MANY, MANY = dict.fromkeys(LENGTHS, 900), 150
+"""Tokens of prompts, and tokens asked for, of which eight do not fit together."""
+ENDS_S = 60.0
+"""For a load that cannot be finished to end."""
 
 
-def plan(name: str, kind: str, transfer: dict | None = None, **settings: int) -> EnginePlan:
+def plan(name: str, kind: str, transfer: Mapping | None = None, **settings: int) -> EnginePlan:
     said = SETTINGS.get(kind, {}) | settings
-    return EnginePlan(name, transfer, shape=kind, dtype=DTYPES.get(kind, "float32"), blocks=BLOCKS, settings=said)
+    return EnginePlan(
+        name, transfer, shape=kind, dtype=DTYPES.get(kind, "float32"), blocks=BLOCKS.get(kind, 160), settings=said
+    )
 
 
 @pytest.fixture(scope="module", params=LENGTHS)
@@ -78,14 +87,21 @@ def test_lengths_in_paired_order_and_behind_what_decode_has(fleet: Engines) -> N
     fleet.servers["decode"].forget()
 
 
-def test_preemption_of_prefill_and_of_decode(fleet: Engines) -> None:
-    asked = [fresh(700) for _ in range(8)]
-    fleet.expect(asked, 40)
+def test_prefill_and_decode_preempt(fleet: Engines) -> None:
+    own, handed = ([fresh(OF_MANY[fleet.kind]) for _ in range(4)] for _ in range(2))
+    fleet.expect([*own, *handed], MANY)
     pair = fleet.pair("decode")
     for order in ("plain", "paired"):
-        fleet.assert_right(asked, pair.ask_together(asked, 40, order=order))
-        fleet.servers["decode"].forget()
-        fleet.servers["prefill"].forget()
+        before = {name: server.says()["preempted"] for name, server in fleet.servers.items()}
+        calls = [
+            *((lambda one=one: pair.prefill.ask(one, MANY)) for one in own),
+            *((lambda one=one: pair.decode.ask(one, MANY)) for one in own),
+            *((lambda one=one, order=order: pair.ask(one, MANY, order=order)) for one in handed),
+        ]
+        fleet.assert_right([*own, *own, *handed], together(calls))
+        for name, server in fleet.servers.items():
+            assert server.says()["preempted"] > before[name], f"{name} has preempted nobody"
+            server.forget()
 
 
 def test_clients_that_leave_and_prompts_that_nobody_asks_decode_for(fleet: Engines) -> None:
@@ -120,13 +136,32 @@ def test_prompts_with_logprobs_of_their_own_are_computed_whole(fleet: Engines) -
     fleet.assert_right([asked], [got])
 
 
-def test_prefill_s_node_is_killed(fleet: Engines) -> None:
+STRIKES: dict[str, Callable[[Engines], None]] = {
+    "prefill is killed": lambda fleet: end(fleet.servers["prefill"].tree()),
+    "prefill stays frozen": lambda _: None,
+    "prefill's node is killed": lambda fleet: send(signal.SIGKILL, [fleet.servers["prefill"].node()]),
+    "decode's node is killed": lambda fleet: send(signal.SIGKILL, [fleet.servers["decode"].node()]),
+    "decode is killed": lambda fleet: end(fleet.servers["decode"].tree()),
+}
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+@pytest.mark.parametrize("fleet", ["gemma", "granite"], indirect=True, scope="module")
+def test_something_strikes_in_the_middle_of_a_load(fleet: Engines, strike: str) -> None:
     pair, asked = fleet.pair("decode"), fresh(300)
     fleet.expect([asked], TOKENS)
     told = pair.hand_over(asked)
-    pair.prefill.node().kill()
-    fleet.assert_right([asked], [pair.decode.ask(asked, TOKENS, transfer=told)])
-    wait_until(lambda: pair.prefill.ask(fresh(100), 1, transfer=HOLD).transfer, "the next node holds prompts")
+    with frozen(pair.prefill.engine()), under_way([lambda: pair.decode.ask(asked, TOKENS, transfer=told)]) as [got]:
+        wait_until(pair.decode.used, "decode waits for what prefill holds")
+        STRIKES[strike](fleet)
+        if strike == "decode is killed":
+            assert got.exception(ENDS_S)
+        else:
+            fleet.assert_right([asked], [got.result(ENDS_S)])
+    for name, server in fleet.servers.items():
+        if not server.is_healthy():
+            fleet.restart(name)
+    fleet.wait_hand_over("decode")
 
 
 WINDOW, BLOCK = 128, 32
@@ -137,21 +172,11 @@ AROUND = range(WINDOW + BLOCK - 3, WINDOW + 4 * BLOCK + 2)
 def both(setup: Setup) -> Iterator[Engines]:
     model(setup, "gpt-oss")
     transports = {"transports": {"order": ["mooncake"]}}
-    nixls = [nixl_plan(name, role) for name, role in (("nixl-prefill", "producer"), ("nixl-decode", "consumer"))]
+    nixls = [nixl_plan(f"nixl-{name}", role) for name, role in (("prefill", "producer"), ("decode", "consumer"))]
     plans = [
         plan("prefill", "gpt-oss", kvbridge("producer", **transports)),
         plan("decode", "gpt-oss", kvbridge("consumer", **transports)),
-        *(
-            EnginePlan(
-                one.name,
-                one.transfer,
-                environment=one.environment,
-                shape="gpt-oss",
-                blocks=BLOCKS,
-                settings=SETTINGS["gpt-oss"],
-            )
-            for one in nixls
-        ),
+        *(replace(plan(one.name, "gpt-oss", one.transfer), environment=one.environment) for one in nixls),
     ]
     yield from running(lambda: Engines(setup, plans), "vllm")
 
