@@ -150,6 +150,8 @@ class Room(Generic[StateT]):
     quarantine: Quarantine | None = None
     number: int = 0
     """Counts the rooms that this node has admitted, from 1."""
+    peer: str = ""
+    """The incarnation of the first node at the other end; empty while there is none."""
     peers: tuple[str, ...] = ()
     """The nodes at the other end as INSTANCE/NODE, or their addresses before they have answered; kept with the receipt."""
     departed: set[str] = field(default_factory=set)
@@ -161,11 +163,6 @@ class Room(Generic[StateT]):
     def user_state(self) -> RoomState:
         """The state that users see: a failing room has failed for them, whatever is still to be cleaned up."""
         raise NotImplementedError
-
-    @property
-    def first_peer(self) -> str:
-        """The incarnation of the first node at the other end; empty while there is none."""
-        return ""
 
     def lacks(self, ranks: tuple[Rank, ...], prompt_digest: bytes) -> bool:  # noqa: ARG002 - only prefill has rooms of several engines
         """Return whether another engine computes this very prompt on other ranks, and the room needs these ranks as well."""
@@ -209,7 +206,7 @@ class Room(Generic[StateT]):
     @property
     def identity(self) -> dict[str, Any]:
         """The fields of every fact about the room."""
-        return {**self.about, "peer": self.first_peer}
+        return {"room": self.room, "generation": self.generation, "peer": self.peer}
 
     @property
     def tokens(self) -> dict[str, Any]:

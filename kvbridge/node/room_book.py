@@ -166,8 +166,8 @@ class RoomBook(Generic[RoomT]):
 
     def used_by(self, engine: str, room: int) -> RoomT:
         """Return the oldest attempt that an engine uses, or the newest when it uses none. Raises UnknownRoomError."""
-        newest = self.get(room)
-        return next((found for found in self._attempts[room] if engine in found.users), newest)
+        using = next((found for found in self._attempts.get(room, ()) if engine in found.users), None)
+        return using or self.get(room)
 
     def find(self, room: int, generation: int) -> RoomT | None:
         """Return the room if this very attempt is known."""

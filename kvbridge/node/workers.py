@@ -281,7 +281,8 @@ class WorkerSet:
         if isinstance(message, CloseRoom) and message.all_sent:
             worker.completed.append(message)
             return
-        self._send_completed(worker)
+        if worker.completed:
+            self._send_completed(worker)
         self._post(worker.link, message)
 
     def _send_completed(self, worker: _Worker) -> None:

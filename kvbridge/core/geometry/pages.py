@@ -129,9 +129,11 @@ def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> Page
 
 def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray], *, prompt_tokens: int) -> Tables:
     """Build the tables of a request of `prompt_tokens` tokens; a window table begins with its last window."""
-    firsts = {IndexSpace.SWA: first_window_page(geometry, prompt_tokens)}
+    first_window = first_window_page(geometry, prompt_tokens) if IndexSpace.SWA in ids else 0
     return {
-        space: PageTable(space, np.ascontiguousarray(pages, dtype=np.int32), firsts.get(space, 0))
+        space: PageTable(
+            space, np.ascontiguousarray(pages, dtype=np.int32), first_window if space is IndexSpace.SWA else 0
+        )
         for space, pages in ids.items()
     }
 

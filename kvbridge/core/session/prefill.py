@@ -203,31 +203,26 @@ class RankProgress:
         """Whether the whole prompt is published on every layer."""
         return self.published_tokens == self.prompt_tokens
 
-    def held(self, layers: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """Return those of some layers that the rank holds; None stays all of them."""
-        return None if layers is None else tuple(layer for layer in layers if layer in self._published)
-
-    def publish(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
-        """Record that the first `upto_token` tokens are final in memory, for some layers or for all, after `check`."""
-        for layer in self.layers if layers is None else layers:
+    def publish(self, upto_token: int, held: tuple[int, ...]) -> None:
+        """Record that the first `upto_token` tokens are final in memory, for the layers that `check` has returned."""
+        for layer in held:
             self._published[layer] = upto_token
 
-    def check(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
-        """Raise InvalidInputError past the prompt or for a layer of another rank, ConflictError backwards."""
-        chosen = self.layers if layers is None else layers
-        unknown = [layer for layer in chosen if layer not in self._published]
-        if unknown:
-            raise InvalidInputError(
-                f"publish names layers {unknown}, which this rank does not hold (it holds {self.layers})"
-            )
+    def check(self, upto_token: int, layers: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Return those of some layers (None: of all) that the rank holds, for `publish`.
+
+        Raises InvalidInputError past the prompt, ConflictError backwards.
+        """
+        held = self.layers if layers is None else tuple(layer for layer in layers if layer in self._published)
         if upto_token > self.prompt_tokens:
             raise InvalidInputError(f"publish({upto_token}) is past the {self.prompt_tokens} tokens that were reserved")
-        behind = [layer for layer in chosen if upto_token < self._published[layer]]
+        behind = [layer for layer in held if upto_token < self._published[layer]]
         if behind:
             raise ConflictError(
                 f"publish({upto_token}) goes backwards: layer {behind[0]} has already published "
                 f"{self._published[behind[0]]} tokens (those that `begin` has answered as computed among them)"
             )
+        return held
 
     def next_sections(self, prefix_tokens: int) -> list[Section]:
         """Return the published tokens that were not returned before: one section for each group of equally far layers.

@@ -26,16 +26,13 @@ class RoomState(StrEnum):
     ABORTED = "aborted"
     FAILED = "failed"
 
-    @property
-    def final(self) -> bool:
+    def __init__(self, word: str) -> None:
+        self.final = word in {"completed", "aborted", "failed"}
         """Whether nothing more will happen to the room."""
-        return self in _FINAL
 
 
 WITHDRAWN = "withdrawn"
 """Code of a room that failed because prefill's engine computes its prompt once more, in the room's next generation."""
-_FINAL = frozenset({RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED})
-
 
 StateT = TypeVar("StateT", bound=StrEnum)
 EventT = TypeVar("EventT", bound=StrEnum)

@@ -81,8 +81,6 @@ class DecodeRoom(Room[DecodeState]):
     addresses: tuple[PeerAddress, ...] = ()
     writers: dict[str, WriterNode] = field(default_factory=dict)
     """The writers by incarnation; empty before every node is known."""
-    former_peer: str = ""
-    """The first writer, once the writers are forgotten."""
     metadata: dict[str, bytes] = field(default_factory=dict)
     expected: dict[str, frozenset[Rank]] = field(default_factory=dict)
     """The engines attached at the first claim, and the ranks that each serves: every rank is to read the room."""
@@ -130,10 +128,6 @@ class DecodeRoom(Room[DecodeState]):
         return self.state in {DecodeState.ABORTING_CLAIMED, DecodeState.FAILING_CLAIMED}
 
     @property
-    def first_peer(self) -> str:
-        return next(iter(self.writers), self.former_peer)
-
-    @property
     def waits_for(self) -> str:
         match self.state:
             case DecodeState.OFFERED:
@@ -174,13 +168,6 @@ class DecodeRoom(Room[DecodeState]):
     def let_go(self, engine: str) -> None:
         if engine in self.users:
             self.released_by.add(engine)
-
-    @property
-    def released(self) -> bool:
-        """Whether a claimed room has no reader left, and expects none."""
-        if self.state is DecodeState.CLAIMED:
-            return not self.users and not self.awaited
-        return self.awaits_readers and not self.users
 
     @property
     def answer(self) -> StatedAnswer | None:
@@ -225,7 +212,6 @@ class DecodeRoom(Room[DecodeState]):
 
     def forget_details(self) -> None:
         """Keep the fields of a receipt."""
-        self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
         self.keys, self.answers, self.load, self.end_keys = NO_KEYS, {}, None, set()
 

@@ -110,15 +110,20 @@ class DecodeRooms(Rooms[DecodeRoom]):
     # ------------------------------------------------------------------ the table
 
     def next_event(self, room: DecodeRoom) -> DecodeEvent | None:
-        if room.state in {DecodeState.RESERVED, DecodeState.AWAITING_PAGES} and room.writers:
-            return DecodeEvent.WRITERS_KNOWN
-        if room.state is DecodeState.COMMITTED and self.pages.hands_over:
-            return DecodeEvent.HANDED_OVER
-        if room.state is DecodeState.OFFERED and room.arrived and not room.shutting:
-            return DecodeEvent.ALL_DONE if room.verification is None else DecodeEvent.ARRIVED
-        if room.awaits_writers and not room.active and (room.shut or room.clean):
-            return DecodeEvent.DRAINED
-        return DecodeEvent.RELEASE if room.released else None
+        match room.state:
+            case DecodeState.RESERVED | DecodeState.AWAITING_PAGES if room.writers:
+                return DecodeEvent.WRITERS_KNOWN
+            case DecodeState.OFFERED if room.arrived and not room.shutting:
+                return DecodeEvent.ALL_DONE if room.verification is None else DecodeEvent.ARRIVED
+            case DecodeState.COMMITTED if self.pages.hands_over:
+                return DecodeEvent.HANDED_OVER
+            case DecodeState.CLAIMED | DecodeState.ABORTING_CLAIMED | DecodeState.FAILING_CLAIMED if not room.users:
+                is_expected = room.state is DecodeState.CLAIMED and room.awaited
+                return None if is_expected else DecodeEvent.RELEASE
+            case DecodeState.ABORTING | DecodeState.FAILING if not room.active and (room.shut or room.clean):
+                return DecodeEvent.DRAINED
+            case _:
+                return None
 
     def entered(self, room: DecodeRoom) -> None:
         now_s, state = self.clock(), room.state

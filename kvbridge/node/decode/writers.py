@@ -69,7 +69,7 @@ class Writers:
             if len(nodes) < len(found):
                 return
             room.writers = self._writers(nodes)
-            room.peers = tuple(node.name for node in nodes)
+            room.peer, room.peers = nodes[0].peer, tuple(node.name for node in nodes)
         except BridgeError as error:
             self._rooms.fail(room, error.code, str(error))
         else:

@@ -94,8 +94,6 @@ class PrefillRoom(Room[PrefillState]):
     final_states = PREFILL_TABLE.final
     ranks: dict[Rank, RankWork] = field(default_factory=dict)
     """Empty once the room's pages have gone back."""
-    peer: str = ""
-    """The decode node whose intent or offer was taken; empty before."""
     is_offered: bool = False
     destination: tuple[WireTable, ...] = ()
     digest: DigestKind = DigestKind.NONE
@@ -118,10 +116,6 @@ class PrefillRoom(Room[PrefillState]):
         if self.state is PrefillState.SENDING and not self.begun:
             return RoomState.OFFERED
         return _USER_STATE[self.state]
-
-    @property
-    def first_peer(self) -> str:
-        return self.peer
 
     def start_work(self, layers: Mapping[Rank, tuple[int, ...]]) -> None:
         """Begin the work of these ranks, or begin it anew, behind the tokens that are final from the start."""
@@ -146,9 +140,9 @@ class PrefillRoom(Room[PrefillState]):
         return any(work.engine for work in self.ranks.values())
 
     def lacks(self, ranks: tuple[Rank, ...], prompt_digest: bytes) -> bool:
-        alive = self.begun and not (self.over or self.stopping)
         return (
-            alive
+            self.alive
+            and self.begun
             and self.admitted_by.prompt_digest == prompt_digest
             and not any(self.ranks[rank].engine for rank in ranks)
         )
@@ -190,13 +184,18 @@ class PrefillRoom(Room[PrefillState]):
         return self.state in {PrefillState.ABORTING, PrefillState.FAILING}
 
     @property
+    def alive(self) -> bool:
+        """Whether the room is neither over nor being stopped."""
+        return self.state in {PrefillState.ADMITTED, PrefillState.AWAITED, PrefillState.SENDING}
+
+    @property
     def open_ranks(self) -> list[Rank]:
         """Ranks whose worker has not proved that it let the room go."""
         return [rank for rank, work in self.ranks.items() if work.open]
 
     def require_alive(self) -> None:
         """Raise ConflictError when the room is over, or is being stopped."""
-        if self.over or self.stopping:
+        if not self.alive:
             raise ConflictError(f"room {self.room} is over: {self.reason or self.user_state}")
 
     def require_begun(self, engine: str, ranks: tuple[Rank, ...]) -> None:

@@ -341,30 +341,29 @@ class PrefillRooms(Rooms[PrefillRoom]):
             self.pages.loaded(room, engine.ranks, message, of=room.ranks)
 
     def publish(self, engine: AttachedEngine, message: Publish) -> None:
-        """Send tokens that an engine has made final on its ranks. Raises all that RankProgress.check does."""
+        """Send tokens that an engine has made final on its ranks.
+
+        Raises InvalidInputError for layers that its ranks do not hold, and all that RankProgress.check raises.
+        """
         room = self.book.used_by(engine.name, message.room)
         room.require_alive()
         room.require_begun(engine.name, engine.ranks)
-        upto_token, layers = message.upto_token, message.layers
-        works = [room.ranks[rank] for rank in engine.ranks]
-        chosen = [work.progress.held(layers) for work in works]
-        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen)))
-        if unknown:
+        upto_token, works = message.upto_token, {rank: room.ranks[rank] for rank in engine.ranks}
+        held = {rank: work.progress.check(upto_token, message.layers) for rank, work in works.items()}
+        if unknown := sorted(set(message.layers or ()).difference(*held.values())):
             raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
-        for work, held in zip(works, chosen, strict=True):
-            work.progress.check(upto_token, held)
-        self._take_published(room, message)
-        for rank, work, held in zip(engine.ranks, works, chosen, strict=True):
-            work.progress.publish(upto_token, held)
-            work.note_point(message.after.get(str(rank)))
+        if self.settings.adopted:
+            self._take_published(room, message)
+        elif message.tables:
+            raise InvalidInputError("this node owns its pools: `publish` takes no page tables")
+        for rank, work in works.items():
+            work.progress.publish(upto_token, held[rank])
+            if message.after:
+                work.note_point(message.after.get(str(rank)))
         self.orders.open(room)
 
     def _take_published(self, room: PrefillRoom, message: Publish) -> None:
         """Adopted pools: take further pages, and check that every published row has one."""
-        if not self.settings.adopted:
-            if message.tables:
-                raise InvalidInputError("this node owns its pools: `publish` takes no page tables")
-            return
         tables = tables_from_wire(message.tables)
         together = joined_tables(room.tables, further_tables(room.tables, tables))
         if message.upto_token == room.prompt_tokens:
@@ -382,7 +381,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         let go of the pages all the same.
         """
         room = self.book.used_by(engine.name, message.room)
-        if room.over or room.stopping:
+        if not room.alive:
             if not message.by_gpu:
                 self.let_go(room, engine.name)
             room.require_alive()
@@ -419,7 +418,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         if room is None:
             return
         unfinished = any(work.engine == engine.name and not work.finished for work in room.ranks.values())
-        if unfinished and not (room.over or room.stopping):
+        if unfinished and room.alive:
             raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
         for work in room.ranks.values():
             work.written = work.written or (work.finished and work.engine == engine.name)

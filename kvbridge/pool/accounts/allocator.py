@@ -34,18 +34,14 @@ class RunAllocator:
         self._is_cached = np.zeros(page_count, dtype=np.bool_)
         self.cached = 0
         """Pages that have no owner and are not free."""
-        self._free = 0
+        self.free = 0
+        """Pages that can be given out now."""
         self._length_at_start: dict[int, int] = {}
         self._length_at_stop: dict[int, int] = {}
         self._starts_of_length: dict[int, list[int]] = {}
         self._place_of_start: dict[int, int] = {}
         self._lengths: list[int] = []
         self._add_run(0, page_count)
-
-    @property
-    def free(self) -> int:
-        """Pages that can be given out now."""
-        return self._free
 
     @property
     def largest_run(self) -> int:
@@ -60,8 +56,8 @@ class RunAllocator:
         """
         if not 0 <= scattered <= count:
             raise InvalidInputError(f"{self.name}: cannot take {count} pages, {scattered} of them scattered")
-        if count > self._free:
-            raise CapacityError(f"{self.name}: {count} pages wanted, {self._free} of {self.page_count} are free")
+        if count > self.free:
+            raise CapacityError(f"{self.name}: {count} pages wanted, {self.free} of {self.page_count} are free")
         if not scattered:
             return self._take(count, after)
         if scattered == count:
@@ -133,7 +129,7 @@ class RunAllocator:
         return np.flatnonzero(self._is_cached).astype(np.int32)
 
     def __repr__(self) -> str:
-        return f"<pages {self.name}: {self._free} of {self.page_count} free, longest run {self.largest_run}>"
+        return f"<pages {self.name}: {self.free} of {self.page_count} free, longest run {self.largest_run}>"
 
     def _best_start(self, count: int) -> int:
         """Return the start of the shortest run that holds `count` pages, else of the longest run."""
@@ -168,7 +164,7 @@ class RunAllocator:
         starts = self._starts_of_length[length]
         self._place_of_start[start] = len(starts)
         starts.append(start)
-        self._free += length
+        self.free += length
 
     def _remove_run(self, start: int) -> int:
         length = self._length_at_start.pop(start)
@@ -182,7 +178,7 @@ class RunAllocator:
         if not starts:
             del self._starts_of_length[length]
             del self._lengths[bisect_left(self._lengths, length)]
-        self._free -= length
+        self.free -= length
         return length
 
 

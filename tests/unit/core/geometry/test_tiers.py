@@ -78,9 +78,9 @@ def test_whoever_holds_more_each_row_that_decode_lacks_is_sent_once(pages, behin
     )
     progress = RankProgress(range(V4.layer_count), prompt_tokens=prompt, computed_tokens=start)
     sections = progress.next_sections(prefix)
-    progress.publish(max(start, min(middle, prompt)))
+    progress.publish(max(start, min(middle, prompt)), progress.layers)
     sections += progress.next_sections(prefix)
-    progress.publish(prompt)
+    progress.publish(prompt, progress.layers)
     sections += progress.next_sections(prefix)
     for component in V4.components:
         sent = [row for section in sections for row in _rows(component, section)]
