@@ -27,12 +27,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgpack
 import structlog
 from pydantic import TypeAdapter, ValidationError
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError, RedisError, TimeoutError as RedisTimeoutError
@@ -49,6 +51,9 @@ log = structlog.get_logger(__name__)
 
 CONNECTIONS: Final = 32
 """The most open connections; further calls wait for one, within `timeouts.store_s`."""
+SENTINELS: Final = "redis+sentinel://"
+"""The beginning of a URL that names sentinels."""
+SENTINEL_PORT: Final = 26379
 KEPT: Final = 4096
 """The most parsed entries, parsed heartbeats and logged refusals that are remembered."""
 _KEY = TypeAdapter(tuple[Name, Name])
@@ -72,6 +77,8 @@ class RedisStore:
         self._client = client
         options = client.connection_pool.connection_kwargs
         self._where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        if isinstance(client.connection_pool, _MasterPool):
+            self._where = f"the sentinels of {client.connection_pool.service_name}"
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._metrics = metrics
@@ -278,6 +285,10 @@ class _Credentials(CredentialProvider):
         return self.get_credentials()
 
 
+class _MasterPool(SentinelConnectionPool, BlockingConnectionPool):
+    """Connections to the server that the sentinels name when a connection is made."""
+
+
 def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: float) -> Redis:
     """Return a client that connects when it has to, and never repeats a call: a script must not run twice.
 
@@ -286,14 +297,20 @@ def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: floa
     caller's deadline would never come. Raises ConfigError for a URL that cannot be read.
     """
     none = {"socket_timeout": None, "socket_connect_timeout": None, "retry": Retry(NoBackoff(), 0), "protocol": 2}
+    limits = {"max_connections": CONNECTIONS, "timeout": timeout_s}
+    plain = url.removeprefix(SENTINELS)
     try:
-        pool = BlockingConnectionPool.from_url(url, max_connections=CONNECTIONS, timeout=timeout_s, **none)
+        pool = BlockingConnectionPool.from_url(url if plain == url else f"redis://{plain}", **limits, **none)
     except (ValueError, TypeError) as error:
-        raise ConfigError("directory.redis_url: cannot be read; expected redis://, rediss:// or unix://") from error
+        raise ConfigError(f"directory.redis_url: cannot be read; expected redis://, rediss://, unix:// or {SENTINELS}") from error
+    options = pool.connection_kwargs
     if password():
-        options = pool.connection_kwargs
         options["credential_provider"] = _Credentials(options.pop("username", None), password)
-    return Redis.from_pool(pool)
+    if plain == url:
+        return Redis.from_pool(pool)
+    # Sentinels ask for the password of the servers.
+    sentinel = Sentinel([(options.pop("host"), options.pop("port", SENTINEL_PORT))], sentinel_kwargs=options)
+    return Redis.from_pool(_MasterPool(urlsplit(url).path.strip("/"), sentinel, **limits, **options))
 
 
 PRELUDE: Final = """

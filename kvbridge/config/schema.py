@@ -45,7 +45,7 @@ SOCKET_NAME_BYTES = 40
 """Bytes that the names of sockets below `runtime_dir` take."""
 LONGEST_RUNTIME_DIR = MAX_SOCKET_PATH_BYTES - SOCKET_NAME_BYTES
 _SERVER = re.compile(f"{SERVER_URL}/?")
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
+_REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel")
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 
@@ -183,7 +183,8 @@ class DirectoryConfig(FrozenModel):
     """`memory`: one bootstrap, which comes back empty and is filled again by heartbeats. `redis`: shared by all bootstraps that
     name the same Redis and namespace."""
     redis_url: SecretStr | None = None
-    """redis://HOST:PORT/DB, rediss:// for TLS (?ssl_ca_certs=FILE), or unix:///PATH. Never shown: it may hold a password."""
+    """redis://HOST:PORT/DB, rediss:// for TLS (?ssl_ca_certs=FILE), or unix:///PATH. redis+sentinel://HOST:PORT/NAME asks the
+    sentinels there which server of NAME takes writes. Never shown: it may hold a password."""
     redis_password_file: Path | None = None
     """File whose first line is Redis's password; new connections use the present one."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=100)] = "kvbridge"

@@ -48,7 +48,8 @@ class MooncakeSettings(FrozenModel):
     """mooncake-transfer-engine. The library reads fields marked "whole process" once, for all transports of a process."""
 
     host: Host = "127.0.0.1"
-    """Address of this machine that peers connect to, without a port. The library listens on every interface all the same."""
+    """Address of this machine that peers connect to, without a port, or the network interface (`net1`) whose IPv4 address that is.
+    The library listens on every interface all the same."""
     protocol: MooncakeProtocol = MooncakeProtocol.TCP
     device_name: Names = ""
     """RDMA devices to use, comma-separated ("mlx5_0,mlx5_1"); empty lets the library choose. Not used with tcp."""

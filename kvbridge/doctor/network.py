@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import ipaddress
 import re
 import socket
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +14,9 @@ from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, Port, breaks, fine, not_here, warning
 from kvbridge.doctor.machine import ROOT, read_text
+from kvbridge.transport.mooncake.library import interface_address
 
 WILDCARDS = {"0.0.0.0", "::", "*"}  # noqa: S104 - recognised here, not bound
-_SIOCGIFADDR = 0x8915
 
 
 class RdmaPort(FrozenModel):
@@ -56,7 +54,8 @@ class Network(FrozenModel):
 
 def read_network(needs: Needs, root: Path = ROOT) -> Network:
     """Read the cards and sockets of this host, and find the addresses of a configuration that it does not have."""
-    told = [needs.settings.mooncake.host] if "mooncake" in needs.transports and needs.role else []
+    host = needs.settings.mooncake.host
+    told = [interface_address(host) or host] if "mooncake" in needs.transports and needs.role else []
     return Network(
         rdma=tuple(read_rdma(root)),
         verbs_nodes=(root / "dev/infiniband").is_dir(),
@@ -89,22 +88,12 @@ def read_interfaces(root: Path = ROOT) -> Iterator[Interface]:
             continue
         speed = read_text(path / "speed")
         found = [ipaddress.IPv6Address(int(digits, 16)) for digits, *_, name in v6 if name == path.name]
-        addresses = [_address_v4(path.name), *(str(address) for address in found if not address.is_link_local)]
+        addresses = [interface_address(path.name), *(str(address) for address in found if not address.is_link_local)]
         yield Interface(
             name=path.name,
             speed_mbit=int(speed) if speed.isdecimal() else 0,
             addresses=tuple(filter(None, addresses)),
         )
-
-
-def _address_v4(name: str) -> str:
-    """Return the interface's first IPv4 address, empty when it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        except OSError:
-            return ""
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _foreign(host: str) -> bool:
@@ -210,7 +199,8 @@ def _collides(port: Port, listener: TcpListener) -> bool:
 def check_addresses(network: Network, needs: Needs) -> Iterator[Finding]:
     """The addresses that are bound, and those that peers are told, are addresses of this host."""
     own = ", ".join(address for interface in network.interfaces for address in interface.addresses)
-    told, key = needs.settings.mooncake.host, "transports.mooncake.host"
+    host, key = needs.settings.mooncake.host, "transports.mooncake.host"
+    told = interface_address(host) or host
     mooncake = "mooncake" in needs.transports and needs.role
     for port in needs.ports:
         if port.host in network.foreign:

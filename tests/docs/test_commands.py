@@ -26,7 +26,7 @@ REASONS = {
     "it needs a node that keeps prefixes": "they are dropped in tests/integration/test_prefixes.py",
     "it needs vLLM": "servers that behave as its do are behind the router in tests/integration/router/test_exchanges.py",
     "it needs SGLang": "real servers are started with these options in tests/sglang",
-    "it needs Kubernetes": "the overlays are rendered and checked in tests/deploy/test_kubernetes.py",
+    "it needs Kubernetes": "the chart is rendered, checked and its programs are started in tests/operate",
 }
 """Why a block may be not run, and what is tested in its place."""
 ALONE = ("README.md", "docs/getting-started.md", "docs/demo.md")

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from kvbridge.config.loading import read_document
+from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.kit.node import NodePlace, refuse
 from kvbridge.engine.sglang import SETTINGS_FILE, SGLANG
@@ -52,13 +55,23 @@ class Instance:
         return NodePlace(SGLANG, self.role, self.engine_id, self.settings)
 
 
+def read_settings(given: str) -> dict[str, Any]:
+    """Return the user's settings, which `given` names as a YAML file, or holds in braces. Raises ConfigError."""
+    if not given.startswith("{"):
+        return read_document(Path(given))[0] if given else {}
+    try:
+        return dict(yaml.safe_load(given))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{SETTINGS_FILE} begins with a brace and is no mapping: {error}") from error
+
+
 def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) -> Instance:
     """Read SGLang's ServerArgs and its parallel context.
 
     Raises UnsupportedError for a split that kvbridge does not serve, ConfigError for the user's settings.
     """
     _require_supported(role, arguments, parallel)
-    settings, facts = os.environ.get(SETTINGS_FILE), {name: str(getattr(arguments, name) or "none") for name in FACTS}
+    facts = {name: str(getattr(arguments, name) or "none") for name in FACTS}
     dp_rank = getattr(parallel, "dp_rank", 0) or 0
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(arguments.host, arguments.host)  # noqa: S104 - a wildcard, not a listener
     return Instance(
@@ -73,7 +86,7 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
         bootstrap_url=f"http://{f'[{host}]' if ':' in host else host}:{arguments.disaggregation_bootstrap_port}",
         follows_room=arguments.load_balance_method == "follow_bootstrap_room",
         facts={"engine": "sglang", "engine_version": version} | facts,
-        settings=read_document(Path(settings))[0] if settings else {},
+        settings=read_settings(os.environ.get(SETTINGS_FILE, "")),
     )
 
 

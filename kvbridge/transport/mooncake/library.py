@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -21,6 +22,7 @@ from kvbridge.transport.threads import start_thread
 
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
 """The Python forms of C++ exceptions."""
+_SIOCGIFADDR = 0x8915
 METADATA = "P2PHANDSHAKE"
 """Peers tell each other what they have; there is no metadata server."""
 
@@ -276,6 +278,16 @@ def _sockets() -> list[tuple[str, int]]:
             if target.startswith("socket:"):
                 found.append((target, int(entry.name)))
     return found
+
+
+def interface_address(name: str) -> str:
+    """Return the first IPv4 address of a network interface, empty when it has none or is not there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
 
 
 def _addresses(session: str) -> frozenset[Address]:

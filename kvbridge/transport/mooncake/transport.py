@@ -49,7 +49,14 @@ from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
 from kvbridge.transport.extents import Extents
-from kvbridge.transport.mooncake.library import GRACE_S, Engine, PeerCall, create_library, why_no_device_memory
+from kvbridge.transport.mooncake.library import (
+    GRACE_S,
+    Engine,
+    PeerCall,
+    create_library,
+    interface_address,
+    why_no_device_memory,
+)
 from kvbridge.transport.mooncake.writes import BatchWrites, SingleWrites, Waiter
 from kvbridge.transport.threads import Call
 from kvbridge.transport.windowed import Progress, Submitter, Window, WindowedTransfer, WindowLimits
@@ -109,8 +116,9 @@ class MooncakeTransport(Backend[MooncakePeer]):
         self._limits = _limits(settings)
         self._calls: weakref.WeakSet[PeerCall | Waiter] = weakref.WeakSet()
         """Calls and threads that may hold the engine until they have ended."""
-        self._engine = Engine(create_library(settings))
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        host = interface_address(settings.host) or settings.host
+        self._engine = Engine(create_library(settings.model_copy(update={"host": host})))
+        host = f"[{host}]" if ":" in host else host
         self._session = f"{host}:{self._engine.library.get_rpc_port()}"
 
     @property
