@@ -302,7 +302,9 @@ def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: floa
     try:
         pool = BlockingConnectionPool.from_url(url if plain == url else f"redis://{plain}", **limits, **none)
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"directory.redis_url: cannot be read; expected redis://, rediss://, unix:// or {SENTINELS}") from error
+        raise ConfigError(
+            f"directory.redis_url: cannot be read; expected redis://, rediss://, unix:// or {SENTINELS}"
+        ) from error
     options = pool.connection_kwargs
     if password():
         options["credential_provider"] = _Credentials(options.pop("username", None), password)
