@@ -7,7 +7,7 @@ from kvbridge.engine.kit import Product
 BACKEND = "kvbridge"
 """The value of `--disaggregation-transfer-backend`."""
 SETTINGS_FILE = "KVBRIDGE_SGLANG_CONFIG"
-"""Environment variable with keys of a daemon's configuration for the node beside SGLang: the path of a YAML file, or a mapping in braces."""
+"""Environment variable with keys of a daemon's configuration for the node: the path of a YAML file, or a mapping in braces."""
 SGLANG = Product(
     "SGLang",
     "sglang",
