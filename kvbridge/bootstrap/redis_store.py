@@ -27,7 +27,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import msgpack
 import structlog
@@ -298,21 +298,30 @@ def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: floa
     """
     none = {"socket_timeout": None, "socket_connect_timeout": None, "retry": Retry(NoBackoff(), 0), "protocol": 2}
     limits = {"max_connections": CONNECTIONS, "timeout": timeout_s}
-    plain = url.removeprefix(SENTINELS)
     try:
-        pool = BlockingConnectionPool.from_url(url if plain == url else f"redis://{plain}", **limits, **none)
+        if url.startswith(SENTINELS):
+            return _master_client(urlsplit(url), password, limits, none)
+        pool = BlockingConnectionPool.from_url(url, **limits, **none)
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"directory.redis_url: cannot be read; expected redis://, rediss://, unix:// or {SENTINELS}"
-        ) from error
-    options = pool.connection_kwargs
+        expected = f"redis://, rediss://, unix:// or {SENTINELS}HOST:PORT/NAME"
+        raise ConfigError(f"directory.redis_url: cannot be read; expected {expected}") from error
     if password():
+        options = pool.connection_kwargs
         options["credential_provider"] = _Credentials(options.pop("username", None), password)
-    if plain == url:
-        return Redis.from_pool(pool)
-    # Sentinels ask for the password of the servers.
-    sentinel = Sentinel([(options.pop("host"), options.pop("port", SENTINEL_PORT))], sentinel_kwargs=options)
-    return Redis.from_pool(_MasterPool(urlsplit(url).path.strip("/"), sentinel, **limits, **options))
+    return Redis.from_pool(pool)
+
+
+def _master_client(
+    url: SplitResult, password: Callable[[], str], limits: Mapping[str, Any], none: Mapping[str, Any]
+) -> Redis:
+    """Return a client of the server that sentinels name. The sentinels ask for the same password. Raises ValueError."""
+    name, given = url.path.strip("/"), unquote(url.password or "")
+    if not url.hostname or not name:
+        raise ValueError("no host, or no name of a server")
+    shown = _Credentials(url.username, (lambda: given) if given else password) if given or password() else None
+    options = {**none, "credential_provider": shown}
+    sentinel = Sentinel([(url.hostname, url.port or SENTINEL_PORT)], sentinel_kwargs=options)
+    return Redis.from_pool(_MasterPool(name, sentinel, **limits, **options))
 
 
 PRELUDE: Final = """

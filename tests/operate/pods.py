@@ -31,7 +31,11 @@ for each in /*; do
   if [ -L "$each" ]; then cp --archive "$each" "$root/"; continue; fi
   [ -d "$each" ] || continue
   mkdir -p "$root$each"
-  case $each in /etc) cp --archive /etc/. "$root/etc/" 2>/dev/null || true ;; /root) ;; *) mount --rbind "$each" "$root$each" ;; esac
+  case $each in
+    /etc) cp --archive /etc/. "$root/etc/" 2>/dev/null || true ;;
+    /root) ;;
+    *) mount --rbind "$each" "$root$each" ;;
+  esac
 done
 cat "$hosts" >>"$root/etc/hosts"
 while [ "$1" != -- ]; do mkdir -p "$root$2"; mount --rbind "$1" "$root$2"; shift 2; done
