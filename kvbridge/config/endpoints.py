@@ -93,13 +93,13 @@ class ListeningControlConfig(ControlConfig):
     @property
     def host(self) -> str:
         """The host part of `bind`; `localhost` for an ipc address."""
-        return _endpoint_host(self.bind)
+        return endpoint_host(self.bind)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if is_wildcard(self.host) and not self.advertise:
             raise ValueError(f"bind is {self.bind}, which is no address that a peer can use: set advertise")
-        if self.advertise and is_wildcard(_endpoint_host(self.advertise)):
+        if self.advertise and is_wildcard(endpoint_host(self.advertise)):
             raise ValueError(f"advertise is {self.advertise}, which is no address that a peer can use")
         return self
 
@@ -112,7 +112,8 @@ class ListeningControlConfig(ControlConfig):
         return self.advertise
 
 
-def _endpoint_host(endpoint: str) -> str:
+def endpoint_host(endpoint: str) -> str:
+    """Return the host part of tcp://host:port; `localhost` for an ipc address."""
     if not endpoint.startswith("tcp://"):
         return "localhost"
     return endpoint.removeprefix("tcp://").rpartition(":")[0]

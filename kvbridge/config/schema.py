@@ -101,6 +101,9 @@ class DaemonConfig(FrozenModel):
         http = self.http
         if not self.insecure:
             yield from exposed_http(http)
+            for endpoint in self.tier.events.exposed if self.tier.events else ():
+                remedy = "bind a loopback address, or set insecure"
+                yield f"tier.events has {endpoint}, which others can reach, and its subscribers show no token: {remedy}"
         if self.bootstrap.url and not http.advertise_url and is_wildcard(http.host):
             yield f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"
         if not fits_sockets(self.runtime_dir):

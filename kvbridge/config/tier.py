@@ -8,9 +8,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
-from kvbridge.config.endpoints import Seconds
+from kvbridge.config.endpoints import Seconds, endpoint_host
 from kvbridge.config.pools import HostLayout
 from kvbridge.config.transports import MooncakeProtocol
+from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import ModelIdentity
 
@@ -135,6 +136,30 @@ class HostTier(FrozenModel):
         return self
 
 
+Endpoint = Annotated[str, Field(pattern=r"^(tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)]
+
+
+class KvEventSettings(FrozenModel):
+    """Events that tell routers which pages are cached here, over ZeroMQ in the format of vLLM and SGLang."""
+
+    endpoint: Endpoint = "tcp://127.0.0.1:5557"
+    """Where subscribers connect to; port 0 takes a free one, `tcp://*:5557` listens on all addresses. Subscribers prove nothing."""
+    replay_endpoint: Annotated[str, Field(pattern=r"^(|tcp://[^/\s]+:\d{1,5}|ipc:///\S+)$", max_length=200)] = ""
+    """Where subscribers ask for batches that they have missed; empty: nowhere."""
+    topic: Text = ""
+    """Topic of all messages; llm-d's router expects `kv@ADDRESS:PORT@MODEL`."""
+    checkpoints: bool = True
+    """Whether windows and states at the end of pages are told as group 1. False for routers that do not look at `group_idx`, as
+    those made for SGLang: they would take the end of a checkpoint for the end of its page."""
+    replay_batches: Annotated[int, Field(ge=1, le=5_000)] = 1_000
+    """Last batches that are kept for replays. Whoever has missed more is told everything that is cached."""
+
+    @property
+    def exposed(self) -> list[str]:
+        """The endpoints that other machines can reach."""
+        return [each for each in (self.endpoint, self.replay_endpoint) if each and not is_loopback(endpoint_host(each))]
+
+
 class TierConfig(FrozenModel):
     """Cached prefixes. Page keys begin with the model, so pages of two models, or of two revisions of one, are never mixed up."""
 
@@ -163,6 +188,8 @@ class TierConfig(FrozenModel):
     """Store below host memory, whose prefixes outlive this daemon and are found by others: `files` or `mooncake`. Needs `host`.
     Null: none."""
     store_limits: StoreLimits = StoreLimits()
+    events: KvEventSettings | None = None
+    """Events for routers about pages that come and go here. Null: none."""
     prefetch_s: Seconds = 0.5
     """Longest wait of a request, before its admission, for pages of its prompt from the store. It goes on with those that
     came."""
@@ -183,8 +210,9 @@ class TierConfig(FrozenModel):
                 "enabled without model_name and model_revision: geometry does not tell weights apart, and pages of other weights "
                 "under the same key would give wrong answers; set both"
             )
-        if self.host is not None and not self.enabled:
-            raise ValueError("host is set but nothing is cached: set enabled to true, or host to null")
+        for key in ("host", "events"):
+            if getattr(self, key) is not None and not self.enabled:
+                raise ValueError(f"{key} is set but nothing is cached: set enabled to true, or {key} to null")
         if self.store is not None and self.host is None:
             raise ValueError(
                 "store is set but host is not: pages from a store come to host memory first; set host, or store to null"

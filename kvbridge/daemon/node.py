@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
+from kvbridge.control.kv_events import KvEvents
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer
@@ -32,6 +33,7 @@ from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.spans import PARTS
+from kvbridge.tier.events import CacheFeed
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +58,7 @@ class NodeDaemon(Daemon):
         parts.engines.serve(rooms, self.admission, attached=parts.attached)
         self.overview = NodeOverview(parts, peers, rooms.book, self.admission)
         self._journal: KeptJournal | None = None
+        self._kv_events: KvEvents | None = None
 
     # ------------------------------------------------------------------ from start to end
 
@@ -72,6 +75,10 @@ class NodeDaemon(Daemon):
         keys = curve_keys(config.control.curve)
         identity = PeerIdentity(parts.identity.incarnation, keys, insecure=config.insecure)
         self.overview.control = self.peers.open(identity)
+        if config.tier.events is not None and parts.prefixes is not None:
+            index, settings = parts.prefixes.index, config.tier.events
+            feed = CacheFeed(index, parts.geometry.tokens_per_page, checkpoints=settings.checkpoints)
+            self._kv_events = KvEvents(settings, feed)
         self.open(config.http, self._app, shutdown_s=self._closing_part_s)
         self._announce(self.url)
         self.background(self._ticks(), "ticks")
@@ -102,6 +109,8 @@ class NodeDaemon(Daemon):
         parts = self.parts
         last_first.callback(parts.memory.close)
         last_first.push_async_callback(self._leave_pools)
+        if self._kv_events is not None:
+            last_first.callback(self._kv_events.close)
         last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
         last_first.callback(parts.engines.close)
         last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
@@ -128,6 +137,8 @@ class NodeDaemon(Daemon):
             self.parts.workers.watch()
             if self.parts.backups is not None:
                 self.parts.backups.tick()
+            if self._kv_events is not None:
+                self._kv_events.tick()
             if self.parts.memory.kept is not None:
                 self.parts.memory.kept.renew()
             self.tell(None if self.admission.closed else self.overview.readiness())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.errors import NotReadyError
+from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.core.geometry.components import Liveness
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import GROWING_SPACES
@@ -58,6 +58,11 @@ class NodeParts:
         self.engines = Engines(tuple(layers), self.events, settle_s=config.timeouts.engine_settle_s)
         self.prefixes = self._prefixes()
         """Keeps pages of the book as prefixes; None when none are kept."""
+        if self.prefixes is None and config.tier.events is not None:
+            raise ConfigError(
+                "tier.events: this node keeps no prefixes of its own to tell of, because its engines bring their memory or its "
+                "model has no pages that can be shared; have the engines publish their KV events, or set tier.events to null"
+            )
         self.backups: Backups | None = None
         """Copies those pages to host memory; None without a host tier."""
         self.stored: StoredPrefixes | None = None

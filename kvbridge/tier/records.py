@@ -46,6 +46,17 @@ class Records:
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         """A stack of the numbers that are no records; its first `_unused_count` places count."""
         self._unused_count = capacity
+        self._is_changed = np.zeros(capacity, dtype=np.bool_)
+
+    def changed(self, records: RecordArray | int) -> None:
+        """Mark records of which something has come, gone, or become unreachable."""
+        self._is_changed[records] = True
+
+    def take_changed(self) -> RecordArray:
+        """Return the numbers that were marked since the last call; some may be no records, or other ones, by now."""
+        found = np.flatnonzero(self._is_changed).astype(np.int32)
+        self._is_changed[found] = False
+        return found
 
     def __len__(self) -> int:
         """Number of records, also hidden ones."""
@@ -143,6 +154,7 @@ class Records:
         for key in self.keys(records).to_list():
             del self._record_of[key]
         self._is_hidden[records] = True
+        self.changed(records)
 
     def forget(self, records: RecordArray) -> None:
         """Give back the numbers of records that are in no residence any more."""
@@ -167,6 +179,25 @@ class Records:
     def deepest_first(self, records: RecordArray) -> RecordArray:
         """Return records in an order in which each comes before its parent."""
         return records[np.argsort(-self._depth[records], kind="stable")]
+
+    def runs(self, records: RecordArray) -> list[RecordArray]:
+        """Cut records into runs, in each of which every record is the parent of the next; no run comes before its first parent."""
+        if not len(records):
+            return []
+        next_of = np.full(self.capacity, NO_RECORD, dtype=np.int32)
+        head = np.arange(self.capacity, dtype=np.int32)
+        is_in = np.zeros(self.capacity, dtype=np.bool_)
+        is_in[records] = True
+        children = records[self.parent[records] != NO_RECORD]
+        children = children[is_in[self.parent[children]]]
+        next_of[self.parent[children]] = children  # one child of each record goes on in its run
+        going_on = children[next_of[self.parent[children]] == children]
+        head[going_on] = self.parent[going_on]
+        while (head[head[going_on]] != head[going_on]).any():
+            head[going_on] = head[head[going_on]]
+        first = head[records]
+        ordered = records[np.lexsort((self._depth[records], first, self._depth[first]))]
+        return np.split(ordered, np.flatnonzero(np.diff(head[ordered])) + 1)
 
     def path(self, record: int) -> RecordArray:
         """Return all records from a prompt's first page to this one."""

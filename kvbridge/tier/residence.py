@@ -65,6 +65,7 @@ class Residence(Subtree):
     ) -> None:
         """`rank`: see `Subtree`. `checkpoint_space`: the space of checkpoints here; None: there are none."""
         super().__init__(records, rank, len(spaces))
+        self._records = records
         self.spaces = tuple(spaces)
         self.pinned = 0
         """Number of records that somebody pins."""
@@ -191,6 +192,7 @@ class Residence(Subtree):
         if not self.lacks_checkpoint(record):
             return False
         self._checkpoints[record] = _Checkpoint(pages)
+        self._records.changed(record)
         self._has_checkpoint[record] = True
         self._unpinned_checkpoint_pages += len(pages)
         return True
@@ -229,6 +231,7 @@ class Residence(Subtree):
 
     def _remove_checkpoints(self, records: RecordArray) -> Pages:
         """Give up the checkpoints, which nobody pins, that these records have."""
+        self._records.changed(records)
         found = []
         for record in records[self._has_checkpoint[records]].tolist():
             found.append(self._checkpoints.pop(record).pages)
@@ -252,6 +255,7 @@ class Residence(Subtree):
         for row, space in enumerate(self.spaces):
             self._pages[row, records] = pages[space]
         self._add(records)
+        self._records.changed(records)
         self._is_read_back[records] = False
         self._count += len(records)
 
@@ -275,6 +279,7 @@ class Residence(Subtree):
         """Note that the contents of these are gone; the pages stay until nobody pins them. A path is lost from its start."""
         self._lost_count += int(np.count_nonzero(~self._is_lost[records]))
         self._is_lost[records] = True
+        self._records.changed(records)
 
     def remove(self, records: RecordArray) -> Pages:
         """Give up records that nobody pins, and their checkpoints; each comes before its parent."""

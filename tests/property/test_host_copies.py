@@ -19,11 +19,14 @@ from kvbridge.core.ids import HOST_COPIES, IndexSpace
 from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.tier.events import CacheFeed
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.examples import fewer
+from tests.helpers.kv_subscriber import CHECKPOINTS, Subscriber, hashes
+from tests.helpers.kv_subscriber import PAGES as PAGES_OF_PROMPTS
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.prefix_recount import check_cache
 
@@ -124,6 +127,7 @@ class CopyMachine(RuleBasedStateMachine):
         self.index = PrefixIndex(self.spaces, PAGES[FULL] + PAGES[FULL_COPY], has_copies=True)
         self.clock = ManualClock()
         self.cache = PrefixCache(self.book, self.index, clock=self.clock, restores=restores)
+        self.feed, self.router = CacheFeed(self.index, 256), Subscriber()
         self.cache.copies.watch(self)
         self.book.watch(self)
         self.told: Counter[IndexSpace] = Counter()
@@ -672,6 +676,23 @@ class CopyMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 5.0]))
     def wait(self, seconds):
         self.clock.advance(seconds)
+
+    @rule()
+    def a_router_hears_what_has_changed(self):
+        self.router.apply(self.feed.changes())
+        expected, lost = set(), {FULL, SWA}
+        for entry in (entry for entry in self.entries if not entry.dropped):
+            (name,) = hashes(keys_of(entry.prompt)[-1:])
+            places = [(space, PAGES_OF_PROMPTS) for space in entry.pages if space != HOST]
+            places += [(space, CHECKPOINTS) for space, pages in entry.checkpoints.items() if pages]
+            expected |= {
+                ("CPU" if space in {FULL_COPY, SWA_COPY} else "GPU", group, name)
+                for space, group in places
+                if not (entry.lost and space in lost)
+            }
+        late = Subscriber()
+        late.apply(self.feed.snapshot())
+        assert self.router.known == late.known == expected
 
     @invariant()
     def adds_up(self):

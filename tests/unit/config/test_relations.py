@@ -10,6 +10,7 @@ from kvbridge.core.errors import ConfigError
 
 KEY = "k" * 40
 BASE = {"instance": "i0", "model.preset": "tiny-v4", "pools.device.full": 8}
+TIER = {"enabled": True, "model_name": "m", "model_revision": "1"}
 WITH_KEYS = {"control.curve": {"secret_key_file": "/k", "allowed_public_keys": [KEY]}}
 
 REFUSED = [
@@ -41,6 +42,9 @@ REFUSED = [
         "tier: enabled without model_name and model_revision: geometry does not tell weights apart",
     ),
     ({"tier.enabled": True, "tier.model_name": "m"}, "set both or neither"),
+    ({"tier.events": {}}, "events is set but nothing is cached"),
+    ({"tier": TIER | {"events": {"endpoint": "tcp://*:5557"}}}, "tcp://*:5557, which others can reach"),
+    ({"tier": TIER | {"events": {"replay_endpoint": "tcp://10.0.0.1:1"}}}, "tcp://10.0.0.1:1, which others can reach"),
 ]
 
 ON_HOST = {"pools.host.pages": 8}
