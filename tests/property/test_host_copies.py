@@ -25,8 +25,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.accounts import check_book
 from tests.helpers.examples import fewer
-from tests.helpers.kv_subscriber import CHECKPOINTS, Subscriber, hashes
-from tests.helpers.kv_subscriber import PAGES as PAGES_OF_PROMPTS
+from tests.helpers.kv_subscriber import CHECKPOINTS, PAGES as PAGES_OF_PROMPTS, Subscriber, hashes
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.prefix_recount import check_cache
 
