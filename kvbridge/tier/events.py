@@ -6,7 +6,8 @@ nothing waits in a queue: a page that comes and goes between two looks is not to
 Each event is a map with `type` and the fields of vLLM's class of that name. A *hash* is the number that vLLM makes of its own
 16-byte hashes: the last 8 bytes of a page's name (`Keys.in_namespace`), big-endian. Nodes do not know token ids, so `token_ids` is
 empty. Group 0 are the pages that grow with the tokens. Group 1 are checkpoints: the windows and states at the end of a page,
-without which a prefill node cannot go on there. They are told as a sliding window of one page, which asks a hit for its last page alone.
+without which a prefill node cannot go on there. They are told as a sliding window of one page, which asks a hit for its last page
+alone.
 """
 
 from __future__ import annotations
