@@ -39,7 +39,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu constraints dashboards docs check size format bench
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu test-vllm-gpu constraints dashboards docs check size format bench
 .PHONY: test-vllm test-sglang bench-gpu bench-peers bench-sglang bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
@@ -52,6 +52,7 @@ help:
 	@echo "make test-load  MINUTES of random load over LOAD_TRANSPORT with kills, stops, cuts, lies about keys and a damaged store; every"
 	@echo "             byte that is claimed is compared; results in out/load/"
 	@echo "make mutate  make EDITS small edits of the package, one at a time, and list those that the fast tests do not notice"
+	@echo "make test-vllm-gpu  vLLM with kvbridge on one GPU, in five minutes, by GPU_PYTHON, which has vLLM; results in out/vllm-gpu/"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
 	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 20 minutes; a first run installs vLLM in out/vllm/"
 	@echo "make test-sglang  real SGLang servers with kvbridge beside one alone; a first run installs SGLang in out/sglang/"
@@ -115,6 +116,10 @@ test-faults: $(READY)
 
 test-gpu: $(GPU_READY)
 	$(GPU_RUN) -m tests.gpu --output out/test-gpu
+
+# With an interpreter that has vLLM: make test-vllm-gpu GPU_PYTHON=python3
+test-vllm-gpu: $(GPU_READY)
+	$(GPU_RUN) -m tests.vllm.gpu --output out/vllm-gpu
 
 MINUTES ?= 60
 

@@ -6,6 +6,7 @@ import signal
 import tempfile
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +57,7 @@ class Vllm:
             for worker, held in zip(self.workers, self.caches, strict=True)
         ]
         self.scheduler.start(dict(zip(ranks, told, strict=True)))
+        self._reported: Counter[tuple[str, str]] = Counter()
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: list[str] = []
@@ -69,11 +71,19 @@ class Vllm:
             sent, received, failed = worker.results()
             for role, nodes in worker.closed_here().items():
                 self.scheduler.closed(worker.number, role, nodes)
+            self.failed += failed - set(self.failed)
+            sent, received = self._by_all("sent", sent), self._by_all("received", received)
             self.scheduler.reported(received, sent)
             self.sent += sent
             self.received += received
-            self.failed += failed
         time.sleep(0.001)
+
+    def _by_all(self, what: str, reported: set[str]) -> set[str]:
+        """Return the requests that each worker has reported now: vLLM waits for all, and ends of a report too many."""
+        self._reported.update((what, one) for one in reported)
+        counts = {one: self._reported[what, one] for one in reported}
+        assert max(counts.values(), default=0) <= len(self.workers)
+        return {one for one, count in counts.items() if count == len(self.workers)}
 
     def close(self) -> None:
         for worker in self.workers:

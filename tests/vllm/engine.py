@@ -30,7 +30,7 @@ class Engine:
     def __init__(self, settings: dict[str, Any]) -> None:
         if transfer := settings.pop("transfer", None):
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
-        self._llm = LLM(enforce_eager=True, skip_tokenizer_init=True, disable_log_stats=True, **settings).llm_engine
+        self._llm = LLM(skip_tokenizer_init=True, disable_log_stats=True, **settings).llm_engine
         self._core = self._llm.engine_core.engine_core
         self.calls: queue.Queue[Call] = queue.Queue()
         self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}

@@ -40,6 +40,7 @@ class EngineServer(servers.Server):
             "model": str(model(setup, plan.shape)),
             "dtype": plan.dtype,
             "max_model_len": 2048,
+            "enforce_eager": True,
             "transfer": plan.transfer,
             "enable_prefix_caching": True,
             **({"num_gpu_blocks_override": plan.blocks} if plan.blocks else {}),

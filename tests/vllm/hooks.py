@@ -10,18 +10,30 @@ from typing import Any
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA, supports_hma
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    supports_hma,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvbridge.core.ids import Role
+from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine import vllm as plugin
+from kvbridge.engine.kit import Guard
+from kvbridge.engine.kit.transfers import ServedRole, StepMetadata, Transfer
 from kvbridge.engine.vllm import connector
 from kvbridge.engine.vllm.connector import KvbridgeConnector, KvbridgeStats, KvbridgeWorkerMetadata
 from kvbridge.engine.vllm.groups import CacheGroup, CacheGroups, GroupKind
 from kvbridge.engine.vllm.prefill_rooms import BlockPins
+from kvbridge.engine.vllm.processes import Worker
 from kvbridge.engine.vllm.stats import add_counts, no_counts
 
 
@@ -103,10 +115,28 @@ def counts_go_through_vllms_classes() -> None:
     }
 
 
-def one_worker_reports_for_all() -> None:
+def reports_of_all_workers_complete_a_transfer_alone_and_beside_other_connectors() -> None:
     both = KvbridgeWorkerMetadata({0: {"prefill": ("a",)}}).aggregate(KvbridgeWorkerMetadata({1: {"prefill": ("a",)}}))
     assert sorted(both.closed) == [0, 1]
-    assert KVOutputAggregator(KvbridgeConnector.get_finished_count(SimpleNamespace()))._expected_finished_count == 1
+    begun = Transfer("r", 7, "node", is_load=True), Transfer("s", 8, "node")
+    ended = tuple(RoomEvent(room=one.room, kind="completed", generation=1) for one in begun)
+    transfers = StepMetadata(begun=begun, ended=ended)
+    ours, theirs = (object.__new__(kind) for kind in (KvbridgeConnector, OffloadingConnector))
+    pair = object.__new__(MultiConnector)
+    pair._connectors, pair._extra_async_saves = [ours, theirs], {}
+    theirs.get_transfer_results = lambda _: KVConnectorTransferResults()
+    ours.guard = Guard(lambda *_: None)
+    for connector in (ours, pair):
+        counting, outputs = KVOutputAggregator.from_connector(connector, world_size=2), []
+        for tp in range(2):
+            ours._worker = Worker(SimpleNamespace(tp_size=2), Rank(pp=0, tp=tp), ours.guard)
+            ours._worker.roles.append(ServedRole(Role.DECODE, lambda: None))
+            ours._worker.start({Role.DECODE: transfers})
+            told = connector.get_transfer_results(set())
+            sides = {"finished_sending": told.finished_sending, "finished_recving": told.finished_recving}
+            outputs.append(ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(**sides)))
+        found = counting.aggregate(outputs).kv_connector_output
+        assert (found.finished_sending, found.finished_recving) == ({"s"}, {"r"}), connector
 
 
 if __name__ == "__main__":
@@ -115,4 +145,4 @@ if __name__ == "__main__":
     pinned_blocks_are_not_given_away()
     requests_are_compared_by_all_that_decides_about_their_cache()
     counts_go_through_vllms_classes()
-    one_worker_reports_for_all()
+    reports_of_all_workers_complete_a_transfer_alone_and_beside_other_connectors()

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GraniteMoeHybridConfig,
+    LlamaConfig,
     PreTrainedConfig,
     Qwen3NextConfig,
 )
@@ -36,6 +37,13 @@ WINDOW = 48
 def kinds() -> dict[str, PreTrainedConfig]:
     window = "sliding_attention", "full_attention"
     return {
+        # One group: 8 KiB of a token in bfloat16.
+        "llama": LlamaConfig(
+            num_hidden_layers=4,
+            intermediate_size=1024,
+            **COMMON
+            | {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
+        ),
         # Two groups: windows and full attention in turn, experts, sinks.
         "gpt-oss": GptOssConfig(
             num_hidden_layers=4,

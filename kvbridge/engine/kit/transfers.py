@@ -1,4 +1,4 @@
-"""Transfers of an engine's requests: the scheduler's process names them to the workers, and worker 0 reports their ends.
+"""Transfers of an engine's requests: the scheduler's process names them to the workers, which report their ends.
 
 An extra report crashes the engine; a missing one leaks its blocks. A transfer is a record from the step that names it until it is
 reported, and no report comes from anything else.
@@ -75,7 +75,7 @@ class StepMetadata:
     closed: tuple[str, ...] = ()
     """Incarnations of our node for which no rank moves a byte any more."""
     ended: tuple[RoomEvent, ...] = ()
-    """Last events of rooms. Worker 0 knows most of them, but may have attached later than the scheduler's process."""
+    """Last events of rooms. Workers know most of them, but may have attached later than the scheduler's process."""
 
 
 class ServedRole:
@@ -89,7 +89,7 @@ class ServedRole:
     def __init__(
         self, role: Role, serve: Callable[[], AdoptedWorker], attachment: NodeAttachment | None = None
     ) -> None:
-        """`serve` starts the rank worker. `attachment`: worker 0's, which reports for all ranks."""
+        """`serve` starts the rank worker. `attachment`: None where only steps bring events."""
         self.role = role
         self.closed: list[str] = []
         """Incarnations of the node for which this rank has closed its transports for good: news for the scheduler's process."""

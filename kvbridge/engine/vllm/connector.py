@@ -204,10 +204,6 @@ class KvbridgeConnector(KVConnectorBase_V1, SupportsHMA):
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
-    def get_finished_count(self) -> int | None:
-        """Only worker 0 reports."""
-        return 1
-
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:

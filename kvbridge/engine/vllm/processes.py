@@ -1,7 +1,7 @@
 """The connector in vLLM's processes: the scheduler's, with the nodes and their rooms, and each worker's, with the tensors.
 
 An instance of both roles has two nodes over the same tensors. Each role gets every request, and takes those that concern it.
-Worker 0 reports for all; the other workers only tell that they have closed their transports.
+Every worker reports every transfer, as vLLM expects by default: MultiConnector drops what a connector says of that.
 """
 
 from __future__ import annotations
@@ -109,7 +109,12 @@ class Scheduler:
                 f"the workers of this vLLM run on several hosts ({', '.join(sorted(hosts))}), which kvbridge does not serve yet: "
                 "keep tensor and pipeline parallelism on one host"
             )
-        first = reports[Rank(pp=0, tp=0)]
+        first = reports.get(Rank(pp=0, tp=0))
+        if first is None:
+            raise UnsupportedError(
+                "MultiConnector passed on another connector's handshake, and it passes on only the first one: name KvbridgeConnector "
+                "first in kv_connector_extra_config.connectors"
+            )
         return instance_cache(
             {rank: report.cache for rank, report in reports.items()},
             name=str(self._instance.facts["model"]),
@@ -179,7 +184,7 @@ class Scheduler:
                 rooms.closed(rank, nodes)
 
     def reported(self, received: Collection[str], sent: Iterable[str]) -> None:
-        """Worker 0 has reported these requests (`update_connector_output`)."""
+        """All workers have reported these requests (`update_connector_output`)."""
         self.stats.let_go(sent)
         if self.decode is not None:
             self.decode.reported(received)
@@ -216,10 +221,9 @@ class Worker:
         regions = rank_regions(component, pages.tensors, self._rank, tp_size=tp_size)
         for role in instance.roles:
             runtime_dir = instance.place(role).runtime_dir
-            attachment = NodeAttachment(role, runtime_dir) if self.number == 0 else None
+            attachment = NodeAttachment(role, runtime_dir)
             self.roles.append(ServedRole(role, partial(AdoptedWorker, runtime_dir, self._rank, regions), attachment))
-            if attachment is not None:
-                attachment.begin()
+            attachment.begin()
         device = next(iter(tensors.values())).device
         return RankReport(
             cache=cache,
@@ -244,9 +248,9 @@ class Worker:
             served.restore()
 
     def start(self, said: Mapping[Role, StepMetadata]) -> None:
-        """Take the news of the scheduler's process. Worker 0 reports for all."""
+        """Take the news of the scheduler's process."""
         for served in self.roles:
-            if served.role in said and self.number == 0:
+            if served.role in said:
                 with self._guard.over("start"):
                     served.start(said[served.role])
 

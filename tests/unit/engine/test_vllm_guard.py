@@ -27,7 +27,6 @@ AT_START_AND_END = {
 """Hooks that raise: for the person who starts vLLM, or because bytes may still be moved."""
 SAY_NOTHING_NEW = {
     "bind_gpu_block_pool",
-    "get_finished_count",
     "get_handshake_metadata",
     "get_loaded_kv_cache_group_ids",
     "save_kv_layer",
