@@ -126,17 +126,17 @@ def reports_of_all_workers_complete_a_transfer_alone_and_beside_other_connectors
     pair._connectors, pair._extra_async_saves = [ours, theirs], {}
     theirs.get_transfer_results = lambda _: KVConnectorTransferResults()
     ours.guard = Guard(lambda *_: None)
-    for connector in (ours, pair):
-        counting, outputs = KVOutputAggregator.from_connector(connector, world_size=2), []
+    for asked in (ours, pair):
+        counting, outputs = KVOutputAggregator.from_connector(asked, world_size=2), []
         for tp in range(2):
             ours._worker = Worker(SimpleNamespace(tp_size=2), Rank(pp=0, tp=tp), ours.guard)
             ours._worker.roles.append(ServedRole(Role.DECODE, lambda: None))
             ours._worker.start({Role.DECODE: transfers})
-            told = connector.get_transfer_results(set())
+            told = asked.get_transfer_results(set())
             sides = {"finished_sending": told.finished_sending, "finished_recving": told.finished_recving}
             outputs.append(ModelRunnerOutput([], {}, kv_connector_output=KVConnectorOutput(**sides)))
         found = counting.aggregate(outputs).kv_connector_output
-        assert (found.finished_sending, found.finished_recving) == ({"s"}, {"r"}), connector
+        assert (found.finished_sending, found.finished_recving) == ({"s"}, {"r"}), asked
 
 
 if __name__ == "__main__":

@@ -41,8 +41,7 @@ def kinds() -> dict[str, PreTrainedConfig]:
         "llama": LlamaConfig(
             num_hidden_layers=4,
             intermediate_size=1024,
-            **COMMON
-            | {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
+            **COMMON | {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
         ),
         # Two groups: windows and full attention in turn, experts, sinks.
         "gpt-oss": GptOssConfig(
