@@ -112,8 +112,8 @@ class Scheduler:
         first = reports.get(Rank(pp=0, tp=0))
         if first is None:
             raise UnsupportedError(
-                "MultiConnector passes on the handshake of one connector, and that was another one: name KvbridgeConnector first in "
-                "kv_connector_extra_config.connectors"
+                "MultiConnector passes on the handshake of one connector, and that was another one: name KvbridgeConnector first "
+                "in kv_connector_extra_config.connectors"
             )
         return instance_cache(
             {rank: report.cache for rank, report in reports.items()},
