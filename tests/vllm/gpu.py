@@ -198,11 +198,12 @@ def every_length(models: Models, fleet: Exact) -> dict[str, Any]:
 
 
 def behind_what_both_have(models: Models, fleet: Exact) -> dict[str, Any]:
-    found, pair = {}, fleet.pair("decode")
+    pair, asked, got = fleet.pair("decode"), list[list[int]](), list[Answer]()
     for head_tokens in models.lengths((BLOCK_TOKENS, 3 * BLOCK_TOKENS, 9 * BLOCK_TOKENS, 21 * BLOCK_TOKENS)):
-        asked = fleet.prompts([head_tokens + more for more in (2, 15, 16, 30, 47)], head=fresh(head_tokens))
-        found[str(head_tokens)] = fleet.compared(asked, [pair.ask(one, TOKENS) for one in asked])
-    return found
+        some = fleet.prompts([head_tokens + more for more in (15, 16, 30, 47)], head=fresh(head_tokens))
+        asked += some
+        got += [pair.ask(one, TOKENS) for one in some]
+    return fleet.compared(asked, got)
 
 
 def every_length_around_a_window(models: Models, fleet: Exact) -> dict[str, Any]:
