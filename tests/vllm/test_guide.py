@@ -12,6 +12,7 @@ import pytest
 from tests.engines.guide import commands, router, value
 from tests.engines.prompts import prompt
 from tests.engines.servers import ROOT, START_S, Setup
+from tests.vllm.asked import NEW_IN_0_33, READ, asked
 from tests.vllm.servers import Plan, Server
 
 PAGE = "vllm.md"
@@ -22,6 +23,13 @@ def test_the_connector_class_is_what_vllm_wants(setup: Setup) -> None:
     command = [setup.python, "-m", "tests.vllm.hooks"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-4_000:]
+
+
+def test_the_installed_release_asks_for_what_was_read(setup: Setup) -> None:
+    package = next(setup.python.parent.parent.glob("lib/python*/site-packages/vllm"))
+    found, read = set(asked(package)), set(READ)
+    assert found - read == set(), "new; python -m tests.vllm.asked writes what was read"
+    assert read - found in (set(), NEW_IN_0_33)
 
 
 @pytest.fixture
