@@ -64,10 +64,17 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+_PF_EXITING = 0x4
+"""A flag of the kernel's in /proc/PID/stat (include/linux/sched.h)."""
+
+
 class EndCause(StrEnum):
     """The kind of end of a process."""
 
     KILLED = "killed"
+    """The process that supervises it has killed it, for a reason that it gives."""
+    SIGNAL = "signal"
+    """A signal of somebody else: the kernel for want of memory, a crash in native code, a person."""
     EXITED = "exited"
     START_FAILED = "start_failed"
     """There was no process."""
@@ -82,6 +89,16 @@ def signal_name(number: int) -> str:
 def how_it_ended(code: int) -> str:
     """Return an exit code in words; a negative one is the number of a signal."""
     return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process has begun to end, or has ended. Its sockets close only after it has begun."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    state, *_, flags = stat.rpartition(")")[2].split()[:7]
+    return state in "ZX" or bool(int(flags) & _PF_EXITING)
 
 
 # ------------------------------------------------------------------ in this process
@@ -202,8 +219,12 @@ class SupervisedChild:
         return self.process
 
     def kill(self, why: str = "") -> bool:
-        """Kill the process; it is started again. Return whether there was a process that was not being killed yet."""
-        if self.process is None or self.process.returncode is not None:
+        """Kill the process; it is started again. Return whether there was a process that was not ending or being killed yet."""
+        if (
+            self.process is None
+            or self.process.returncode is not None
+            or (not self.why and is_ending(self.process.pid))
+        ):
             return False
         is_first, self.why = not self.why, self.why or why
         # Not through `process`, which would fetch the exit code itself and take it from the task that waits for it.
@@ -240,8 +261,12 @@ class SupervisedChild:
             await self._live()
             assert self.process is not None, "`live` launches a process"
             code = await self.process.wait()
-            cause = EndCause.KILLED if code < 0 else EndCause.EXITED
-            return ChildEnd(how_it_ended(code), cause, self.process.pid, self.why)
+            cause, how = EndCause.EXITED, how_it_ended(code)
+            if code < 0:
+                cause = EndCause.KILLED if self.why and code == -signal.SIGKILL else EndCause.SIGNAL
+            if cause is EndCause.SIGNAL and code == -signal.SIGKILL:
+                how += ", not by its node: by a person, or by the kernel for want of memory"
+            return ChildEnd(how, cause, self.process.pid, self.why)
         except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
             if self.process is not None:
                 raise

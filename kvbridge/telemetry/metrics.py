@@ -308,7 +308,10 @@ ENGINES = gauge(
 )
 WORKERS = gauge("kvbridge_workers", "Rank workers of this node.", state=("absent", "starting", "ready"))
 WORKER_RESTARTS = counter(
-    "kvbridge_worker_restarts_total", "Rank workers started again.", reason=("exited", "killed", "start_failed")
+    "kvbridge_worker_restarts_total",
+    "Rank workers started again: after their own end (exited), after their node had killed them (killed), after a signal of "
+    "somebody else, such as the kernel for want of memory or a crash in native code (signal), after a failed start (start_failed).",
+    reason=("exited", "killed", "signal", "start_failed"),
 )
 REGISTRATION = gauge(
     "kvbridge_registration_progress_ratio", "Pool memory registered with the transport: 1 when all is."

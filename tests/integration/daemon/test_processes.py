@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -191,7 +192,34 @@ async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, 
     subject.start()
     async with asyncio.timeout(LIMIT_S):
         for _ in range(2):
-            assert await ends.get() == (f"killed by signal {signal.SIGRTMIN + 5}", "killed")
+            assert await ends.get() == (f"killed by signal {signal.SIGRTMIN + 5}", "signal")
+    await subject.stop(1.0, "the test is over")
+
+
+@pytest.mark.asyncio
+async def test_who_has_killed_a_worker_is_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
+    script = tmp_path / "worker.sh"
+    script.write_text("#!/bin/sh\nexec sleep 600\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    ends: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    subject = supervise(tmp_path, lambda end: ends.put_nowait((end.reason, end.cause)))
+    subject.start()
+    async with asyncio.timeout(LIMIT_S):
+        for killer in ("the node", "somebody else"):
+            while not subject.pid:  # noqa: ASYNC110 - it is started again after a pause
+                await asyncio.sleep(0.01)
+            if killer == "the node":
+                assert subject.kill("it was silent")
+                assert await ends.get() == ("killed by SIGKILL (it was silent)", "killed")
+                continue
+            os.kill(subject.pid, signal.SIGKILL)
+            while not processes.is_ending(subject.pid):
+                time.sleep(0.001)  # noqa: ASYNC251 - the loop does not hear of the end, as when a connection is heard of first
+            assert not subject.kill("its connection ended")
+            reason, cause = await ends.get()
+            assert (reason.startswith("killed by SIGKILL, not by its node"), cause) == (True, "signal")
     await subject.stop(1.0, "the test is over")
 
 
