@@ -9,9 +9,15 @@ import pytest
 
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_UNAVAILABLE
 from kvbridge.config.limits import BootstrapTimeouts, DaemonTimeouts
+from kvbridge.config.schema import RouterTimeouts
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
-NAMES = ("kvbridge-bootstrap.service", "kvbridge-prefill@prefill-0.service", "kvbridge-decode@decode-0.service")
+NAMES = (
+    "kvbridge-bootstrap.service",
+    "kvbridge-router.service",
+    "kvbridge-prefill@prefill-0.service",
+    "kvbridge-decode@decode-0.service",
+)
 MOST_EXPOSURE = 2.5
 """Points out of 10, as `systemd-analyze security` counts. The rest: network, GPUs and network devices, their compilers,
 other users' processes and files in shared memory."""
@@ -57,6 +63,7 @@ def test_systemd_kills_nothing_that_would_still_have_ended():
         limit_s = float(setting("TimeoutStopSec", f"kvbridge-{role}@.service"))
         assert limit_s > daemon.shutdown_rooms_s + daemon.shutdown_close_s
     assert float(setting("TimeoutStopSec", "kvbridge-bootstrap.service")) > bootstrap.shutdown_s
+    assert float(setting("TimeoutStopSec", "kvbridge-router.service")) > RouterTimeouts().shutdown_s
 
 
 def test_systemd_gives_up_where_starting_again_cannot_help_and_nowhere_else():

@@ -6,6 +6,7 @@ their own, each with an address of the loopback network, and names of services a
 
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -106,16 +107,18 @@ class Pods:
     ) -> None:
         values = environment(container, pod, pod_ip=self.addresses[pod])
         for entry in container["env"]:
-            if "secretKeyRef" in entry.get("valueFrom", {}):
-                values[entry["name"]] = (self._secret / entry["valueFrom"]["secretKeyRef"]["key"]).read_text().strip()
-        path = [str(self._programs), str(Path(sys.executable).parent), "/usr/bin", "/bin"]
+            asked = entry.get("valueFrom", {}).get("secretKeyRef", {})
+            if asked.get("name") == "kvbridge-keys":
+                values[entry["name"]] = (self._secret / asked["key"]).read_text().strip()
+        path = ["/image", str(Path(sys.executable).parent), "/usr/bin", "/bin"]
         values |= {"PATH": ":".join(path), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-        image = container["image"].rpartition(":")[0].rpartition("/")[2]
+        image = re.split("[:@]", container["image"].rpartition("/")[2])[0]
         command = [*(container.get("command") or ENTRYPOINTS[image]), *container.get("args", ())]
         mounts = [
             part for mount in container["volumeMounts"] for part in (str(volumes[mount["name"]]), mount["mountPath"])
         ]
-        for needed in {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT, self._programs}:
+        mounts += [str(self._programs), "/image"]
+        for needed in {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT}:
             if needed.is_relative_to("/root"):
                 mounts += [str(needed), str(needed)]
         root = self.folder / pod / f"root-of-{container['name']}"

@@ -6,21 +6,29 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.kit.node import open_node
-from kvbridge.engine.kit.tensors import rank_regions
+from kvbridge.engine.kit.node import NodePlace, NodePlan, open_node
+from kvbridge.engine.kit.tensors import instance_cache, rank_cache, rank_regions
 from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.sglang import SETTINGS_FILE, SGLANG
 from kvbridge.engine.sglang.instance import read_settings
 from kvbridge.engine.vllm import VLLM
-from tests.helpers.vllm_links import caches
-from tests.operate.test_chart import plan
+from tests.helpers.vllm_links import TOKENS, caches
 
 PROGRAMS = {"vllm": VLLM, "sglang": SGLANG}
+
+
+def plan(role: Role, settings: Mapping[str, Any], product: Any = VLLM) -> NodePlan:
+    told = rank_cache(caches(range(3), 4, 6), block_tokens=TOKENS, product=product)
+    cache = instance_cache({Rank(pp=0, tp=0): told}, name="tiny", kv_heads=4, facts={})
+    return NodePlan(
+        NodePlace(product, role, "an-engine", settings), cache, tp_size=1, devices={Rank(pp=0, tp=0): "cpu"}
+    )
 
 
 def main(engine: str, *words: str) -> None:
@@ -42,7 +50,9 @@ def main(engine: str, *words: str) -> None:
     rank, (component,) = Rank(pp=0, tp=0), made.cache.geometry.components
     regions = rank_regions(component, caches(range(3), 4, 6), rank, tp_size=1)
     _worker = AdoptedWorker(node.runtime_dir, rank, regions)
-    ThreadingHTTPServer((options["host"], int(options["port"])), partial(Handler, info)).serve_forever()
+    assert options["host"] == "0.0.0.0"
+    # Pods have one loopback interface in the test, so each listens on its own address there.
+    ThreadingHTTPServer((os.environ["POD_IP"], int(options["port"])), partial(Handler, info)).serve_forever()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -20,13 +20,12 @@ from kvbridge import __version__
 from kvbridge.config.limits import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig, RouterConfig, RouterTimeouts
-from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.kit.node import NodePlace, NodePlan, node_config
-from kvbridge.engine.kit.tensors import instance_cache, rank_cache
+from kvbridge.core.ids import Role
+from kvbridge.engine.kit.node import node_config
 from kvbridge.engine.sglang import SETTINGS_FILE, SGLANG
 from kvbridge.engine.sglang.instance import read_settings
 from kvbridge.engine.vllm import VLLM
-from tests.helpers.vllm_links import TOKENS, caches
+from tests.operate.stand_in_engine import plan
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "helm" / "kvbridge"
@@ -102,14 +101,6 @@ def settings_of(container: dict[str, Any], values: Mapping[str, str]) -> dict[st
             assert told["kv_connector"] == "KvbridgeConnector"
             return dict(told["kv_connector_extra_config"])
     return read_settings(values[SETTINGS_FILE])
-
-
-def plan(role: Role, settings: Mapping[str, Any], product: Any = VLLM) -> NodePlan:
-    told = rank_cache(caches(range(3), 4, 6), block_tokens=TOKENS, product=product)
-    cache = instance_cache({Rank(pp=0, tp=0): told}, name="tiny", kv_heads=4, facts={})
-    return NodePlan(
-        NodePlace(product, role, "an-engine", settings), cache, tp_size=1, devices={Rank(pp=0, tp=0): "cpu"}
-    )
 
 
 def configurations(case: str) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
@@ -261,7 +252,7 @@ def test_engines_can_be_pinned_and_see_their_devices(case: str):
         limits = container["resources"]["limits"]
         assert isinstance(limits["cpu"], int), "the kubelet pins whole processors only"
         assert "requests" not in container["resources"], "they are the limits: the pod is Guaranteed"
-        gpus = values[name].get("gpus", 1)
+        gpus = values.get(name, {}).get("gpus", 1)
         if values["engine"] != "own":
             assert limits["nvidia.com/gpu"] == gpus
         elif gpus:

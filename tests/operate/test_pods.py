@@ -45,7 +45,6 @@ def release(case: str) -> Iterator[Pods]:
             timeout=60,
             env={**os.environ, "PATH": path},
         )
-        program(programs, "locking-memory.sh", "env")
         stand_in = (sys.executable, "-m", "tests.operate.stand_in_engine")
         program(programs, "own-engine", sys.executable, "-c", ENGINE)
         program(programs, "vllm", *stand_in, "vllm")
@@ -91,7 +90,7 @@ def wait(pods: Pods, what: str, look: Any) -> Any:
     return eventually(what, watched, START_S)
 
 
-@pytest.mark.parametrize("case", ["vllm", "sglang"])
+@pytest.mark.parametrize("case", ["vllm", "sglang-tcp"])
 def test_a_router_finds_the_servers_by_bootstrap_and_calls_them_well(case: str) -> None:
     with release(case) as pods:
 
