@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.transport.base import Transport
+
+PACKAGES = {TransportName.MOONCAKE: ("mooncake",), TransportName.NIXL: ("nixl_cu12", "nixl_cu13")}
+"""The packages of a transport's library: one of them has to be installed. `local` needs none."""
+
+
+def is_installed(name: TransportName) -> bool:
+    """Whether a transport's library is in this environment, without loading it."""
+    return name not in PACKAGES or any(importlib.util.find_spec(package) for package in PACKAGES[name])
 
 
 def create_transport(name: str, settings: TransportSettings, *, epoch: int = 0) -> Transport:

@@ -94,6 +94,7 @@ class Exact(Engines):
     def prompts(self, lengths: Sequence[int], head: Sequence[int] = ()) -> list[list[int]]:
         """Return prompts of these lengths, whose answers are known then. Prefill has only the head of them in its cache."""
         found, prefill = [], self.servers["prefill"]
+        self.keep(head)
         for tokens in lengths:
             begun = [*head, *fresh(tokens - 1 - len(head))]
             alone = prefill.ask(begun, TOKENS + 1)
@@ -145,7 +146,10 @@ class Models:
         if kind == "graphs" and not self.on_processor:
             settings["enforce_eager"] = False
         # Both of one model, so that decode has what prefill's compiler has made.
-        environment = {"VLLM_CACHE_ROOT": str(self.setup.directory / f"{kind}-cache")}
+        environment = {
+            "VLLM_CACHE_ROOT": str(self.setup.directory / f"{kind}-cache"),
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer need not be installed
+        }
         transfer = kvbridge({"prefill": "producer", "decode": "consumer"}[role], **transports)
         shape = "llama" if kind == "graphs" else kind
         return EnginePlan(name, transfer, shape=shape, settings=settings, environment=environment)

@@ -31,14 +31,15 @@ import yaml
 from kvbridge.api.endpoint_file import DaemonEndpoint, read_endpoint
 from kvbridge.config.loading import merge_config
 from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
-from kvbridge.config.transports import TransportName
+from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.control.runtime_directory import ENGINE_SOCKET, prepare_runtime_directory, require_unserved
 from kvbridge.core.addresses import is_loopback
-from kvbridge.core.errors import ConfigError, ConflictError, NotReadyError, PeerError, UnsupportedError
+from kvbridge.core.errors import WITH_LIBRARIES, ConfigError, ConflictError, NotReadyError, PeerError, UnsupportedError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.kit import Product
 from kvbridge.engine.kit.tensors import InstanceCache
 from kvbridge.processes import FIRST_PAUSE_S, RestartPause, child_environment, how_it_ended, module_command
+from kvbridge.transport import is_installed
 
 log = structlog.get_logger(__name__)
 
@@ -145,10 +146,12 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
     """
     place = plan.place
     runtime_dir = place.runtime_dir
+    order = [name.value for name in TransportSettings().order if is_installed(name)]
     defaults: dict[str, Any] = {
         "instance": place.instance,
         "http": {"port": 0},
         "telemetry": {"log_format": "console"},
+        "transports": {"order": order},
         "timeouts": {"control_heartbeat_s": HEARTBEAT_S, **place.product.timeouts},
     }
     host = {"memory": "adopted", "components": sorted(kind.value for kind in plan.cache.in_host)}
@@ -167,6 +170,12 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
     sources = [(engine, defaults), *place.settings().items(), (engine, decided)]
     kind: type[PrefillConfig | DecodeConfig] = PrefillConfig if place.role is Role.PREFILL else DecodeConfig
     config, values = merge_config(kind, sources)
+    for name in config.transports.order:
+        if not is_installed(name):
+            raise ConfigError(
+                f"{place.product.settings}: transports.order names {name}, whose library is not installed here; "
+                f"{WITH_LIBRARIES}, or take {name} out"
+            )
     hosts = [config.control.host] if isinstance(config, PrefillConfig) else []
     if TransportName.MOONCAKE in config.transports.order:
         hosts.append(config.transports.mooncake.host)
@@ -195,6 +204,8 @@ def write_node(plan: NodePlan) -> WrittenNode:
     Raises the errors of `node_config` and `own_directory`, and ConflictError when a running node is there.
     """
     config, values = node_config(plan)
+    if config.transports.order == (TransportName.LOCAL,) and not is_installed(TransportName.MOONCAKE):
+        log.info("this_host_only", node_role=plan.place.role.value, reason=f"mooncake is not installed; {WITH_LIBRARIES}")
     owned = own_directory(config.runtime_dir)  # first: `remove_orphans` of another process removes what has no owner
     try:
         require_unserved(config.runtime_dir / ENGINE_SOCKET)

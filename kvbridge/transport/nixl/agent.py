@@ -25,15 +25,15 @@ import numpy.typing as npt
 from crc32c import crc32c
 from pydantic import ConfigDict, Field
 
-from kvbridge.config.transports import NixlSettings
+from kvbridge.config.transports import NixlSettings, TransportName
 from kvbridge.core.errors import WITH_LIBRARIES, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.runtime import has_accelerator
+from kvbridge.transport import PACKAGES
 from kvbridge.transport.base import set_environment
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress
 
-PACKAGES = ("nixl_cu12", "nixl_cu13")
 BACKEND = "UCX"
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 CUDA_13_DRIVER = 580
@@ -317,7 +317,8 @@ def _transports(asked: str) -> str:
 
 def _package() -> str:
     """Return the installed build; of two, that of CUDA 13 where the driver is new enough for it."""
-    found = [name for name in PACKAGES if importlib.util.find_spec(name) is not None]
+    builds = PACKAGES[TransportName.NIXL]
+    found = [name for name in builds if importlib.util.find_spec(name) is not None]
     if not found:
         raise TransportError(f"no nixl library is installed; {WITH_LIBRARIES}")
     if len(found) == 1:
@@ -326,4 +327,4 @@ def _package() -> str:
     with contextlib.suppress(OSError):
         told = re.search(r"Kernel Module.*?\s(\d+)\.\d", DRIVER_VERSION.read_text(encoding="utf-8"))
         release = int(told[1]) if told else 0
-    return PACKAGES[1] if has_accelerator() and release >= CUDA_13_DRIVER else PACKAGES[0]
+    return builds[1] if has_accelerator() and release >= CUDA_13_DRIVER else builds[0]

@@ -15,6 +15,7 @@ import pytest
 
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
+from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import ConfigError, ConflictError, UnsupportedError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
@@ -33,6 +34,7 @@ from kvbridge.engine.kit.node import (
 from kvbridge.engine.kit.tensors import instance_cache, rank_cache
 from kvbridge.engine.sglang import SGLANG
 from kvbridge.engine.vllm import VLLM
+from kvbridge.transport import is_installed
 from tests.helpers.vllm_links import TOKENS, caches
 
 ENGINE = "0a3c5f52-9c7e-4d0e-8a35-1d1f3e1f7a11_dp0"
@@ -94,6 +96,19 @@ def test_a_daemon_takes_what_is_written_and_knows_the_tensors(role, kind, monkey
 def test_what_the_user_got_wrong_is_named(role: Role, extra: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         node_config(plan(role, **extra))
+
+
+def test_a_library_that_is_not_installed_is_done_without_or_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "is_installed", lambda name: name == "local")
+    config, values = node_config(plan(transports={"mooncake": {"host": "10.0.0.1"}}))  # not even reachable from there
+    assert config.transports.order == ("local",)
+    assert values["transports"]["order"] == ["local"]
+    with pytest.raises(ConfigError, match=r"transports\.order names nixl.*pip install.*take nixl out"):
+        node_config(plan(transports={"order": ["local", "nixl"]}))
+
+
+def test_what_is_installed_here_is_known() -> None:
+    assert {name: is_installed(name) for name in TransportName} == dict.fromkeys(TransportName, True)
 
 
 @pytest.mark.parametrize("role", Role)
