@@ -205,7 +205,9 @@ def write_node(plan: NodePlan) -> WrittenNode:
     """
     config, values = node_config(plan)
     if config.transports.order == (TransportName.LOCAL,) and not is_installed(TransportName.MOONCAKE):
-        log.info("this_host_only", node_role=plan.place.role.value, reason=f"mooncake is not installed; {WITH_LIBRARIES}")
+        log.info(
+            "this_host_only", node_role=plan.place.role.value, reason=f"mooncake is not installed; {WITH_LIBRARIES}"
+        )
     owned = own_directory(config.runtime_dir)  # first: `remove_orphans` of another process removes what has no owner
     try:
         require_unserved(config.runtime_dir / ENGINE_SOCKET)
