@@ -38,9 +38,10 @@ SHAPES = {
         "moe_layer_freq": 1,
     },
 }
+SHAPES["groups"] = SHAPES["tiny"]  # of a family that SGLang also computes with DP attention
 SHAPES["stranger"] = SHAPES["tiny"]  # another model of the same form
 SEEDS = {"stranger": 4321}
-FAMILIES = {"window": "mellum", "latent": "deepseek_v2"}
+FAMILIES = {"groups": "qwen3", "window": "mellum", "latent": "deepseek_v2"}
 SHARPER = {"q_proj": 8.0, "k_proj": 8.0, "v_proj": 4.0, "o_proj": 4.0, "mlp": 4.0, "lm_head": 4.0}
 """How much larger weights are than transformers makes them."""
 

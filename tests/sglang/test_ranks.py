@@ -23,10 +23,14 @@ PROMPTS = [prompt(tokens, "ranks") for tokens in (1, PAGE_TOKENS, 37, 60, 300, C
 """Around a page and around what prefill computes at a time; the later ones are computed in chunks."""
 SHARED = [[*prompt(30 * PAGE_TOKENS + 7, "shared"), *prompt(60 * (1 + number), f"own {number}")] for number in range(4)]
 TP, PP, DP = ("--tp-size", "2"), ("--pp-size", "2"), ("--dp-size", "2")
+GROUPS = (*TP, "--attn-dp-size", "2")
+SHAPE = "groups"
 SPLITS = {
     "tp 2 to 2": (TP, TP),
     "pp 2 to 1": (PP, ()),
     "dp 2 to 2": (DP, DP),
+    "attention dp 2 to 2": (GROUPS, GROUPS),
+    "attention dp 2 to 1": (GROUPS, ()),
     "dp 2 to 1, asked": ((*DP, "--load-balance-method", "round_robin"), ()),
     "tp 2 to 1": (TP, ()),
 }
@@ -38,7 +42,7 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0-1|0-1"}
 @pytest.fixture(scope="module")
 def alone(setup: Setup) -> Iterator[Fleet]:
     """The right answers to all prompts; the server that gave them has ended."""
-    fleet = Fleet(setup, [Plan("single")])
+    fleet = Fleet(setup, [Plan("single", shape=SHAPE)])
     try:
         for asked in (*PROMPTS, *SHARED):
             fleet.expected(asked)
@@ -53,7 +57,7 @@ def servers(alone: Fleet, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """A prefill and a decode server, split in one way."""
     prefill, decode = SPLITS[request.param]
     sides = (("prefill", prefill), ("decode", decode))
-    alone.add([Plan(name, name, arguments=arguments, variables=CORES) for name, arguments in sides])
+    alone.add([Plan(name, mode=name, shape=SHAPE, arguments=arguments, variables=CORES) for name, arguments in sides])
     try:
         yield alone
     finally:

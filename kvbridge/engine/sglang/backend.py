@@ -95,7 +95,8 @@ class KvbridgeManager(BaseKVManager):
         self.supports_host_destination = all(buffer.in_host for buffer in pools.buffers)
         ranks = {instance.rank: pools}
         if instance.tp_size * instance.pp_size > 1:
-            ranks = dict(get_parallel().world_group.all_gather_object((instance.rank, pools)))
+            every = get_parallel().world_group.all_gather_object((instance.dp_rank, instance.rank, pools))
+            ranks = {rank: told for group, rank, told in every if group == instance.dp_rank}
         cache = instance_geometry(
             ranks,
             name=str(instance.facts["model_path"]),

@@ -22,7 +22,7 @@ FACTS = ("model_path", "revision", "quantization", "dtype", "attention_backend")
 
 @dataclass(frozen=True)
 class Instance:
-    """One data-parallel replica of an SGLang server, as one of its scheduler processes sees it."""
+    """One data-parallel group of an SGLang server (a replica, or a group of DP attention), as one of its schedulers sees it."""
 
     role: Role
     rank: Rank
@@ -80,7 +80,7 @@ def read_instance(role: Role, arguments: Any, parallel: Any, *, version: str) ->
         tp_size=parallel.attn_tp_size,
         pp_size=parallel.pp_size,
         dp_rank=dp_rank,
-        dp_size=parallel.dp_size,
+        dp_size=getattr(parallel, "num_dp_ranks", parallel.dp_size),
         engine_id=f"{host}-{arguments.port}-dp{dp_rank}",
         http_port=arguments.port,
         bootstrap_url=f"http://{f'[{host}]' if ':' in host else host}:{arguments.disaggregation_bootstrap_port}",
@@ -94,10 +94,8 @@ def _require_supported(role: Role, arguments: Any, parallel: Any) -> None:
     """Refuse what a transfer cannot serve, with the way out."""
     if role is Role.DECODE and parallel.pp_size > 1:
         refuse("decode has one pipeline stage: leave --pp-size at 1 on decode; prefill may have several")
-    if arguments.enable_dp_attention:
-        refuse(
-            "DP attention has not been run yet: leave --enable-dp-attention out; --dp-size without it makes replicas"
-        )
+    if arguments.enable_dp_attention and not hasattr(parallel, "num_dp_ranks"):
+        refuse("DP attention is served from SGLang 0.5.23 on: leave --enable-dp-attention out")
     if parallel.attn_cp_size > 1:
         refuse(
             "context parallelism spreads the tokens of a page over ranks: leave --attention-context-parallel-size at 1"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import queue
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ import pytest
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import MAX_ROOM, MOST_PAGES, IndexSpace, Rank
+from kvbridge.core.ids import MAX_ROOM, MOST_PAGES, IndexSpace, Rank, Role
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
+from kvbridge.engine.sglang.instance import read_instance
 from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import SHOWN, add_member
 from kvbridge.engine.sglang.pools import (
@@ -626,3 +627,53 @@ def test_memory_is_given_back_only_when_nothing_reaches_it(manager: Any) -> None
     assert manager._worker is stuck
     manager.register_buffer_to_engine()
     assert manager._worker == "another"
+
+
+def served(*, role: Role = Role.PREFILL, arguments: Mapping[str, Any] = MappingProxyType({}), **parallel: Any) -> Any:
+    """Return an instance of SGLang, of its scheduler with these ranks and sizes."""
+    said = {
+        "host": "0.0.0.0",
+        "port": 1,
+        "disaggregation_bootstrap_port": 2,
+        "load_balance_method": "follow_bootstrap_room",
+    }
+    said |= {
+        "enable_dp_attention": False,
+        "nnodes": 1,
+        "model_path": "m",
+        "revision": None,
+        "quantization": None,
+        "dtype": "auto",
+    }
+    one = {
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_tp_rank": 0,
+        "attn_tp_size": 1,
+        "attn_cp_size": 1,
+        "dp_rank": None,
+        "dp_size": 1,
+    }
+    told = SimpleNamespace(**said | {"attention_backend": None} | dict(arguments))
+    return read_instance(role, told, SimpleNamespace(**one | parallel), version="0")
+
+
+def test_each_group_of_dp_attention_has_a_node_of_its_own() -> None:
+    groups = [served(dp_rank=rank, num_dp_ranks=2) for rank in range(2)]
+    assert [(one.dp_rank, one.dp_size, one.runs_node) for one in groups] == [(0, 2, True), (1, 2, True)]
+    assert len({one.place.runtime_dir for one in groups}) == 2
+
+
+@pytest.mark.parametrize(
+    ("told", "flag"),
+    [
+        ({"role": Role.DECODE, "pp_size": 2}, "--pp-size"),
+        ({"arguments": {"enable_dp_attention": True}}, "--enable-dp-attention"),
+        ({"attn_cp_size": 2}, "--attention-context-parallel-size"),
+        ({"arguments": {"disaggregation_decode_host_receive_threshold": 0.5}}, "host-receive-threshold"),
+        ({"arguments": {"nnodes": 2}}, "--nnodes"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_its_flag(told: dict[str, Any], flag: str) -> None:
+    with pytest.raises(UnsupportedError, match=flag):
+        served(**told)
