@@ -23,7 +23,8 @@ PROMPTS = [prompt(tokens, "ranks") for tokens in (1, PAGE_TOKENS, 37, 60, 300, C
 """Around a page and around what prefill computes at a time; the later ones are computed in chunks."""
 SHARED = [[*prompt(30 * PAGE_TOKENS + 7, "shared"), *prompt(60 * (1 + number), f"own {number}")] for number in range(4)]
 TP, PP, DP = ("--tp-size", "2"), ("--pp-size", "2"), ("--dp-size", "2")
-GROUPS = (*TP, "--attn-dp-size", "2")
+GROUPS = (*TP, "--attn-dp-size", "2", "--no-enable-tp-lm-head-all-to-all")
+"""DP attention. Gloo has no all-to-all on a processor."""
 SHAPE = "groups"
 SPLITS = {
     "tp 2 to 2": (TP, TP),

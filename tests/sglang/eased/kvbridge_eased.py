@@ -10,17 +10,27 @@ from typing import Any
 
 RECORDED = "KVBRIDGE_RECORDED"
 """Environment variable with the path of a file that gets all names that SGLang asks of kvbridge's classes."""
+MODELS = {"deepseek_v2", "llama", "mellum", "qwen3"}
+"""SGLang's modules of the models that the tests compute. To import the other 250 takes a process half a minute."""
 QUEUES = ("prefill.PrefillBootstrapQueue", "decode.DecodePreallocQueue")
 ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 
 
 def register() -> None:
     """Called by SGLang in each process, before it starts anything."""
+    import sglang
+
+    others = {file.stem for file in Path(sglang.__file__).parent.glob("srt/models/*.py")} - MODELS
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(sorted(others))
+
     from sglang.srt.disaggregation.mooncake import conn
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # Otherwise the sender wants pinned memory and CUDA events for its page ids.
     conn.MooncakeKVSender.supports_host_tensor_indices = False
+    # DP attention fills batches up, and asks the backend for the length of the requests that are not there.
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _backend: 1
     for queue in QUEUES if os.environ.get(RECORDED) else ():
         HookRegistry.register(f"sglang.srt.disaggregation.{queue}._init_kv_manager", _with_recorders, HookType.AROUND)
     for name in ("extend", "decode"):
