@@ -16,7 +16,7 @@ from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import BridgeError, DeadlineError, NotReadyError, RegistrationError
 from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.ids import MemoryKind, Rank
-from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, SharedRegion
+from kvbridge.core.wire.messages import REASON_CHARS, SharedRegion
 from kvbridge.core.wire.worker_messages import (
     Shutdown,
     WorkerClosed,
@@ -147,8 +147,8 @@ def _setup(link: NodeLink, timeout_s: float, stopped: Callable[[], bool]) -> Wor
                 return setup
             case Shutdown():
                 return None
-            case _:
-                link.send(Heartbeat())
+            case _:  # before its welcome the node expects nothing more
+                continue
     if stopped():
         return None
     raise DeadlineError(f"the node did not answer the worker's hello within {timeout_s} s (timeouts.worker_start_s)")

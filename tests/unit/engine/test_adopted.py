@@ -12,7 +12,14 @@ import torch
 
 from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.worker_messages import NodeToWorker, Shutdown, WorkerClosed, WorkerFailed, WorkerToNode
+from kvbridge.core.wire.worker_messages import (
+    NodeToWorker,
+    Shutdown,
+    WorkerClosed,
+    WorkerFailed,
+    WorkerHello,
+    WorkerToNode,
+)
 from kvbridge.engine import DecodeEngine, memory
 from kvbridge.engine.memory import AdoptedWorker, WorkerEnd, adopted_region
 from kvbridge.worker import lifecycle as worker_life
@@ -57,6 +64,14 @@ def test_an_adopted_worker_says_that_it_has_closed_everything_and_waits_a_while_
     serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
     assert node.said[1:] == [WorkerClosed(rank=RANK)]
     assert len(node.answers) == left
+
+
+def test_a_worker_that_the_node_has_not_welcomed_says_nothing_after_its_hello():
+    """A node that starts takes its workers' hellos first, and would warn of anything else."""
+    node = NodeOf()
+    with pytest.raises(DeadlineError, match="worker_start_s"):
+        serve_rank(node, RANK, setup_timeout_s=0.01)
+    assert [type(one) for one in node.said] == [WorkerHello, WorkerFailed]
 
 
 @pytest.mark.parametrize("closes", [True, False])
