@@ -46,7 +46,7 @@ help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
 	@echo "make unit    run the unit tests, in a minute"
 	@echo "make test    run every suite, with the short form of the faults and of the largest matrices; SEED= repeats an order"
-	@echo "make test-all  run everything: all faults, whole matrices, twenty times as many random examples, some SGLang servers; before a change of"
+	@echo "make test-all  run everything: all faults, whole matrices, twenty times as many random examples, some SGLang and vLLM engines; before a change of"
 	@echo "             transports, plans, wire, sessions or faults is called done"
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
 	@echo "make test-load  MINUTES of random load over LOAD_TRANSPORT with kills, stops, cuts, lies about keys and a damaged store; every"
@@ -54,7 +54,7 @@ help:
 	@echo "make mutate  make EDITS small edits of the package, one at a time, and list those that the fast tests do not notice"
 	@echo "make test-vllm-gpu  vLLM with kvbridge on one GPU, in five minutes, by GPU_PYTHON, which has vLLM; results in out/vllm-gpu/"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
-	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 20 minutes; a first run installs vLLM in out/vllm/"
+	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 30 minutes; a first run installs vLLM in out/vllm/"
 	@echo "make test-sglang  real SGLang servers with kvbridge beside one alone; a first run installs SGLang in out/sglang/"
 	@echo "make constraints  take the newest versions of everything that tests need, into constraints.txt"
 	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
@@ -108,7 +108,7 @@ unit: $(READY) | servers
 test: $(READY) | servers browser
 	$(TESTS)
 
-test-all: $(READY) $(SGLANG)/.ready | servers browser
+test-all: $(READY) $(SGLANG)/.ready $(VLLM)/.ready | servers browser
 	$(TESTS) --all
 
 test-faults: $(READY)

@@ -71,8 +71,9 @@ SUITES = (
     Suite("main", ("-m", "not thorough"), ()),
     Suite("contract", ("tests/contract",), ("tests/contract",)),
     Suite("faults", ("tests/faults", "-m", "faults_short"), ("tests/faults",)),
-    # Real servers: started once, so in one process.
+    # Real engines: started once, so in one process.
     Suite("sglang", None, ("tests/sglang", "-m", "sglang_short", "-n", "0")),
+    Suite("vllm", None, ("tests/vllm", "-m", "vllm_short", "-n", "0")),
 )
 UNIT = Suite("unit", ("tests/unit", "-m", "not thorough and not outside and not slow"), ("tests/unit",))
 """A part of the main suite, for `make unit`."""

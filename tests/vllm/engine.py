@@ -34,7 +34,7 @@ class Engine:
         self._core = self._llm.engine_core.engine_core
         self.calls: queue.Queue[Call] = queue.Queue()
         self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}
-        self._preempted = 0
+        self._preempted = self._drafted = 0
         self.ends = threading.Event()
 
     def run(self) -> None:
@@ -55,6 +55,7 @@ class Engine:
             if output.finished and (answers := self._answers.pop(output.request_id, None)):
                 answers.put(_told(output))
         for one in self._core.scheduler.requests.values():
+            self._drafted += len(one.spec_token_ids)
             self._preempted += one.num_preemptions - before.get(one.request_id, one.num_preemptions)
         if not self._core.scheduler.running:
             time.sleep(IDLE_S)
@@ -65,8 +66,8 @@ class Engine:
             pool, groups = scheduler.kv_cache_manager.block_pool, scheduler.kv_cache_config.kv_cache_groups
             specs = [f"{type(group.kv_cache_spec).__name__} {group.kv_cache_spec.block_size}" for group in groups]
             used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-            found = {"used": used, "requests": len(scheduler.requests), "preempted": self._preempted}
-            answers.put(found | {"groups": specs})
+            found = {"used": used, "requests": len(scheduler.requests), "groups": specs}
+            answers.put(found | {"preempted": self._preempted, "drafted": self._drafted})
         elif path == "/forget":
             answers.put({"forgotten": scheduler.reset_prefix_cache()})
         elif path == "/abort":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,20 @@ BLOCKS = {"granite": 48, "qwen": 48}
 """Room for a prompt of 2,048 tokens in all groups; 160 for other kinds."""
 OF_MANY, MANY = dict.fromkeys(LENGTHS, 900), 150
 """Tokens of prompts, and tokens asked for, of which eight do not fit together."""
+RANKS = {f"gemma, ranks: {prefill} to {decode}": (prefill, decode) for prefill, decode in ((2, 1), (1, 2), (2, 2))}
+DRAFTS = "gemma, decode drafts"
+UNLIKE: dict[str, tuple[str, dict, dict]] = {
+    **{name: ("gemma", *({"tensor_parallel_size": each} for each in sizes)) for name, sizes in RANKS.items()},
+    DRAFTS: ("gemma", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "max_num_seqs": 16}),
+}
+"""Fleets that are more than two engines with a model of one kind: further settings of prefill, and of decode."""
+SHORT = pytest.mark.vllm_short
+SHORT_KINDS = [pytest.param(kind, marks=SHORT) if kind in {"gemma", "gpt-oss", "granite"} else kind for kind in LENGTHS]
 ENDS_S = 60.0
 """For a load that cannot be finished to end."""
 
 
-def plan(name: str, kind: str, transfer: Mapping | None = None, **settings: int) -> EnginePlan:
+def plan(name: str, kind: str, transfer: Mapping | None = None, **settings: Any) -> EnginePlan:
     said = SETTINGS.get(kind, {}) | settings
     return EnginePlan(
         name, transfer, shape=kind, dtype=DTYPES.get(kind, "float32"), blocks=BLOCKS.get(kind, 160), settings=said
@@ -52,19 +62,20 @@ def plan(name: str, kind: str, transfer: Mapping | None = None, **settings: int)
 
 @pytest.fixture(scope="module", params=LENGTHS)
 def fleet(request: pytest.FixtureRequest, setup: Setup) -> Iterator[Engines]:
-    kind = request.param
+    kind, *further = UNLIKE.get(request.param, (request.param, {}, {}))
     model(setup, kind)
     transports = {"transports": {"order": ["mooncake"]}}
     chunks = {"max_num_batched_tokens": CHUNK_TOKENS, "max_num_seqs": SOME}
     plans = [  # also for decode: vLLM 0.32 has ended when it computed more of a prompt at once than a chunk of Mamba2
-        plan("prefill", kind, kvbridge("producer", **transports), **chunks),
-        plan("decode", kind, kvbridge("consumer", policy="recompute", **transports), **chunks),
+        plan("prefill", kind, kvbridge("producer", **transports), **chunks | further[0]),
+        plan("decode", kind, kvbridge("consumer", policy="recompute", **transports), **chunks | further[1]),
     ]
     for engines in running(lambda: Engines(setup, plans), "vllm"):
         engines.kind = kind
         yield engines
 
 
+@pytest.mark.parametrize("fleet", [*SHORT_KINDS, *RANKS], indirect=True, scope="module")
 def test_every_length_in_plain_order(fleet: Engines) -> None:
     completed = fleet.servers["decode"].rooms_completed()
     for start in range(0, len(LENGTHS[fleet.kind]), SOME):
@@ -75,6 +86,7 @@ def test_every_length_in_plain_order(fleet: Engines) -> None:
     assert fleet.servers["decode"].rooms_completed() - completed == len(moved)
 
 
+@pytest.mark.parametrize("fleet", [*LENGTHS, *RANKS], indirect=True, scope="module")
 def test_lengths_in_paired_order_and_behind_what_decode_has(fleet: Engines) -> None:
     """Prompts of two and more begin as one that decode has; prefill has the beginning, too."""
     shared = prompt(400, f"shared by {fleet.kind}")
@@ -128,6 +140,18 @@ def test_a_load_that_fails_is_computed_by_decode_and_its_engine_goes_on(fleet: E
     fleet.assert_right([asked], [pair.decode.ask(asked, TOKENS, transfer=told)])
 
 
+@pytest.mark.parametrize("fleet", [DRAFTS], indirect=True, scope="module")
+def test_decode_drafts_tokens_that_it_finds_in_the_prompt(fleet: Engines) -> None:
+    asked = [fresh(20) * times for times in range(2, 12)]
+    fleet.expect(asked, 40)
+    pair = fleet.pair("decode")
+    for order in ("plain", "paired"):
+        before = pair.decode.says()["drafted"]
+        fleet.assert_right(asked, pair.ask_together(asked, 40, order=order))
+        assert pair.decode.says()["drafted"] > before
+        pair.decode.forget()
+
+
 def test_prompts_with_logprobs_of_their_own_are_computed_whole(fleet: Engines) -> None:
     pair, asked = fleet.pair("decode"), fresh(150)
     fleet.expect([asked], TOKENS)
@@ -146,7 +170,7 @@ STRIKES: dict[str, Callable[[Engines], None]] = {
 
 
 @pytest.mark.parametrize("strike", STRIKES)
-@pytest.mark.parametrize("fleet", ["gemma", "granite"], indirect=True, scope="module")
+@pytest.mark.parametrize("fleet", [pytest.param("gemma", marks=SHORT), "granite"], indirect=True, scope="module")
 def test_something_strikes_in_the_middle_of_a_load(fleet: Engines, strike: str) -> None:
     pair, asked = fleet.pair("decode"), fresh(300)
     fleet.expect([asked], TOKENS)
