@@ -34,6 +34,8 @@ class Engine:
         self._core = self._llm.engine_core.engine_core
         self.calls: queue.Queue[Call] = queue.Queue()
         self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}
+        self._stepwise = False
+        self._step_tokens = self._core.scheduler.max_num_scheduled_tokens
         self._preempted = self._drafted = 0
         self.ends = threading.Event()
 
@@ -50,6 +52,8 @@ class Engine:
     def _step(self, works: bool) -> None:
         if not works:
             return
+        if self._stepwise:
+            self._end_chunk_before_last_token()
         before = {one.request_id: one.num_preemptions for one in self._core.scheduler.running}
         for output in self._llm.step():
             if output.finished and (answers := self._answers.pop(output.request_id, None)):
@@ -59,6 +63,14 @@ class Engine:
             self._preempted += one.num_preemptions - before.get(one.request_id, one.num_preemptions)
         if not self._core.scheduler.running:
             time.sleep(IDLE_S)
+
+    def _end_chunk_before_last_token(self) -> None:
+        """Have the last token of the only prompt computed in a step of its own, as a pair does."""
+        scheduler = self._core.scheduler
+        for one in scheduler.requests.values():
+            if not one.is_finished():
+                left = one.num_prompt_tokens - 1 - one.num_computed_tokens
+                scheduler.max_num_scheduled_tokens = min(self._step_tokens, max(1, left))
 
     def _take(self, path: str, body: dict[str, Any], answers: queue.Queue[dict[str, Any]]) -> None:
         scheduler = self._core.scheduler
@@ -76,6 +88,8 @@ class Engine:
             answers.put({})
         else:
             self._answers[body["id"]] = answers
+            self._stepwise = body["stepwise"]
+            scheduler.max_num_scheduled_tokens = self._step_tokens
             transfer = body.get("transfer")
             sampling = SamplingParams(
                 temperature=0.0,
@@ -144,6 +158,7 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     engine.run()
+    os._exit(0)  # threads of libraries hold up the interpreter's own end
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,12 @@ class EngineServer(servers.Server):
         transfer: Mapping[str, Any] | None = None,
         further: Mapping[str, Any] | None = None,
         leave_after_s: float | None = None,
+        stepwise: bool = False,
     ) -> Answer:
-        """Ask for a completion. `further`: sampling parameters. `leave_after_s`: abort it then."""
+        """Ask for a completion. `further`: sampling parameters. `leave_after_s`: abort it then.
+
+        `stepwise`: have the last token of the prompt computed in a step of its own, while there is no other request.
+        """
         body = {
             "id": f"r{next(_ids)}",
             "prompt": list(prompt),
@@ -89,6 +93,7 @@ class EngineServer(servers.Server):
             "transfer": transfer,
             "further": dict(further or {}),
             "leave_after_s": leave_after_s,
+            "stepwise": stepwise,
         }
         return self._post("/ask", body, ANSWER_S, _answer)
 
@@ -117,16 +122,24 @@ class Engines(Served):
     start = EngineServer
     kind = ""
 
+    @property
+    def rounds(self) -> bool:
+        """Whether answers depend on what is computed in one step. They are compared one at a time then, step for step."""
+        return self.servers["prefill"].plan.dtype != "float32"
+
+    def _together(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
+        return [call() for call in calls] if self.rounds else together(calls)
+
     def expected(self, asked: Sequence[int], max_tokens: int = 16) -> Answer:
         """Return what prefill answers alone. It forgets the prompt before others ask for it (`expect`)."""
         key = (max_tokens, *asked)
         if key not in self._expected:
-            self._expected[key] = self.servers["prefill"].ask(asked, max_tokens)
+            self._expected[key] = self.servers["prefill"].ask(asked, max_tokens, stepwise=self.rounds)
         return self._expected[key]
 
     def expect(self, asked: Sequence[Sequence[int]], max_tokens: int) -> None:
         """Ask for all at once, alone."""
-        together([lambda one=one: self.expected(one, max_tokens) for one in asked])
+        self._together([lambda one=one: self.expected(one, max_tokens) for one in asked])
         self.servers["prefill"].forget()
 
     def plain(
@@ -138,4 +151,4 @@ class Engines(Served):
         def handed_over(one: Sequence[int]) -> Answer:
             return second.ask(one, max_tokens, transfer=first.ask(one, 1, transfer=HOLD).transfer)
 
-        return together([lambda one=one: handed_over(one) for one in asked])
+        return self._together([lambda one=one: handed_over(one) for one in asked])

@@ -18,6 +18,10 @@ BLOCKS = 48
 preempted."""
 OFFER_S = 12.0
 """Time for which prefill holds a room that decode never asks for."""
+# Four servers that wait keep some processes busy. On two cores a first meeting has taken 14 s; kvbridge gives up after 10 s.
+MEET_S = 25.0
+NIXL = {"nixl": {"check_timeout_s": MEET_S}}
+PATIENT = {"timeouts": {"handshake_s": MEET_S}}
 
 
 class Served(fleet.Fleet):
@@ -70,10 +74,10 @@ PLANS: tuple[Callable[[], Plan], ...] = (
     lambda: Plan("single"),
     lambda: Plan(
         "prefill",
-        kvbridge("producer", transports={"order": ["mooncake", "nixl"]}, timeouts={"offer_s": OFFER_S}),
+        kvbridge("producer", transports={"order": ["mooncake", "nixl"], **NIXL}, timeouts={"offer_s": OFFER_S}),
         arguments=("--max-num-batched-tokens", str(CHUNK_TOKENS)),
     ),
-    lambda: Plan("mooncake", kvbridge("consumer", policy="recompute", transports={"order": ["mooncake"]})),
-    lambda: Plan("nixl", kvbridge("consumer", policy="fail", transports={"order": ["nixl"]})),
+    lambda: Plan("mooncake", kvbridge("consumer", policy="recompute", transports={"order": ["mooncake"]}, **PATIENT)),
+    lambda: Plan("nixl", kvbridge("consumer", policy="fail", transports={"order": ["nixl"], **NIXL}, **PATIENT)),
 )
 """The suite's servers: one decode server for each transport, each with another of vLLM's policies for loads that fail."""
