@@ -121,26 +121,28 @@ class Engines(Served):
 
     start = EngineServer
     kind = ""
-
-    @property
-    def rounds(self) -> bool:
-        """Whether answers depend on what is computed in one step. They are compared one at a time then, step for step."""
-        return self.servers["prefill"].plan.dtype != "float32"
+    stepwise = False
+    """Whether answers depend on what a step computes: they are compared one at a time then, step for step."""
 
     def _together(self, calls: Sequence[Callable[[], Answer]]) -> list[Answer]:
-        return [call() for call in calls] if self.rounds else together(calls)
+        return [call() for call in calls] if self.stepwise else together(calls)
 
     def expected(self, asked: Sequence[int], max_tokens: int = 16) -> Answer:
         """Return what prefill answers alone. It forgets the prompt before others ask for it (`expect`)."""
         key = (max_tokens, *asked)
         if key not in self._expected:
-            self._expected[key] = self.servers["prefill"].ask(asked, max_tokens, stepwise=self.rounds)
+            self._expected[key] = self.servers["prefill"].ask(asked, max_tokens, stepwise=self.stepwise)
         return self._expected[key]
 
     def expect(self, asked: Sequence[Sequence[int]], max_tokens: int) -> None:
         """Ask for all at once, alone."""
         self._together([lambda one=one: self.expected(one, max_tokens) for one in asked])
         self.servers["prefill"].forget()
+
+    def paired(self, asked: Sequence[Sequence[int]], max_tokens: int, *, order: str) -> list[Answer]:
+        """Ask for all at once. Each prompt has to cross."""
+        pair = self.pair("decode")
+        return self._together([lambda one=one: pair.ask(one, max_tokens, order=order) for one in asked])
 
     def plain(
         self, asked: Sequence[Sequence[int]], max_tokens: int, *, prefill: str = "prefill", decode: str = "decode"
