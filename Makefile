@@ -39,7 +39,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu test-vllm-gpu constraints dashboards docs check size format bench
+.PHONY: help release setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu test-vllm-gpu constraints dashboards docs check size format bench
 .PHONY: test-vllm test-sglang bench-gpu bench-peers bench-sglang bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
@@ -58,6 +58,7 @@ help:
 	@echo "make test-sglang  real SGLang servers with kvbridge beside one alone; a first run installs SGLang in out/sglang/"
 	@echo "make constraints  take the newest versions of everything that tests need, into constraints.txt"
 	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
+	@echo "make release  wheel, source distribution, context of the images, chart, changes and checksums in out/release/"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers, docstrings"
 	@echo "make size    lines of the package and of the tests, by what they are"
@@ -155,6 +156,9 @@ constraints:
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.grafana.build out/grafana
+
+release: $(READY)
+	$(BIN)/python -m deploy.release out/release
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

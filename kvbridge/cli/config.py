@@ -14,7 +14,7 @@ import typer
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from kvbridge.config.loading import load_config, render_config
+from kvbridge.config.loading import MISSING_KEY, load_config, render_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig, RouterConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 
@@ -98,7 +98,11 @@ def load_or_exit(
         flags = {**(flags or {}), "insecure": True if insecure else None}
         return load_config(kind, file=file, overrides=overrides or (), flags=flags, roles=ROLES)
     except ConfigError as error:
-        fail(error)
+        unnamed = file is None and not overrides and MISSING_KEY in str(error)
+        hint = (
+            "\n  no file was named: --config FILE; `kvbridge init DIR` writes files that can be run" if unnamed else ""
+        )
+        fail(ConfigError(f"{error}{hint}"))
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Sequence[int] | None = None) -> str:

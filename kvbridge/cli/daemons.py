@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import signal
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import structlog
 import typer
 
 from kvbridge.cli.config import (
+    EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_UNAVAILABLE,
     FileOption,
@@ -24,12 +26,14 @@ from kvbridge.cli.config import (
     with_options,
 )
 from kvbridge.config.endpoints import TelemetryConfig
+from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, DispatchOrder, PrefillConfig, RouterConfig
-from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
+from kvbridge.core.errors import WITH_PACKAGES, BridgeError, ConfigError, ConflictError, UnavailableError
 from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.processes import end_with_parent, raise_open_files
 from kvbridge.telemetry.logs import configure_logs
+from kvbridge.transport import PACKAGES
 
 log = structlog.get_logger(__name__)
 
@@ -52,6 +56,17 @@ class NodeOptions:
         if self.parent is not None:
             end_with_parent(self.parent, signal.SIGTERM, watch_input=True)
         loaded = load_or_exit(kind, self.config, self.overrides, insecure=self.insecure)
+        order = loaded.transports.order
+        is_there = [name not in PACKAGES or any(map(importlib.util.find_spec, PACKAGES[name])) for name in order]
+        if loaded.pools.memory is MemoryOwner.OWNED and not any(
+            is_there
+        ):  # adopted: the engine's process moves the bytes
+            names = ", ".join(order)
+            fail(
+                ConfigError(
+                    f"transports.order is {names}, and the library of none of them is installed; {WITH_PACKAGES}"
+                )
+            )
         _logs(role, loaded.telemetry, instance=loaded.instance, node=loaded.node)
         return loaded
 
@@ -177,10 +192,8 @@ def _run(build: Callable[[], Daemon]) -> None:
 
     try:
         asyncio.run(live())
-    except (UnavailableError, ConflictError) as error:  # a conflict at start: an address or a directory is taken
-        fail(error, EXIT_UNAVAILABLE)
-    except ConfigError as error:
-        fail(error)
     except BridgeError as error:
         log.error("daemon_failed", code=error.code, reason=str(error))
-        raise typer.Exit(EXIT_FAILED) from error
+        unavailable = isinstance(error, UnavailableError | ConflictError)  # an address or a directory is taken
+        code = EXIT_UNAVAILABLE if unavailable else EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+        raise typer.Exit(code) from error

@@ -24,7 +24,7 @@ from kvbridge.cli.config import (
     load_or_exit,
     with_options,
 )
-from kvbridge.config.loading import read_token
+from kvbridge.config.loading import fitting_roles, read_document, read_token
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.links import curve_keys
@@ -85,17 +85,29 @@ def doctor(options: DoctorOptions) -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
+def _role_of(file: Path) -> DaemonRole:
+    """Return the only role for which a file is a configuration, or end the command."""
+    try:
+        roles = fitting_roles(read_document(file)[0], {role: role.schema for role in DaemonRole})
+    except ConfigError as error:
+        fail(error)
+    if len(roles) != 1:
+        fail(ConfigError(f"kvbridge doctor: {file} does not tell for which daemon it is: say --role"))
+    return DaemonRole(roles[0])
+
+
 def _visit(options: DoctorOptions) -> Visit:
     """Load the configuration that the options name, or end the command."""
     peers = tuple(options.peer or ())
     for peer in peers:
         if "://" not in peer:
             fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT or tcp://HOST:PORT"))
-    if (options.config is None) != (options.role is None):
-        fail(ConfigError("kvbridge doctor: --config and --role belong together: give both, or neither"))
-    if options.role is None:
+    role = options.role or (_role_of(options.config) if options.config else None)
+    if role is None:
         return Visit(peers=peers)
-    config = load_or_exit(options.role.schema, options.config, options.overrides)
+    if options.config is None:
+        fail(ConfigError(f"kvbridge doctor: --role {role} belongs to a file: name it with --config"))
+    config = load_or_exit(role.schema, options.config, options.overrides)
     assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
     try:
         needs = needs_of(config)
@@ -168,6 +180,9 @@ def clean(
     Exit codes: 0: no file without an owner is left; 1: a file could not be
     removed, or looked at.
     """
+    if absent := [str(each) for each in directories or () if not each.is_dir()]:
+        typer.echo(f"kvbridge clean: {', '.join(absent)}: no such directory", err=True)
+        raise typer.Exit(EXIT_FAILED)
     try:
         found = sweep(directories or [DEFAULT_DIRECTORY], dry_run=dry_run)
     except OSError as error:

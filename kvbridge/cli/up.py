@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import re
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from kvbridge.cli.signals import Interrupts
 from kvbridge.config.endpoints import LogFormat
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.core.addresses import SERVER_URL
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
 from kvbridge.daemon.memory import memory_directory
 from kvbridge.pool.memory.leftovers import Verdict, sweep
@@ -78,6 +80,12 @@ class ConfiguredDaemon(ChildProcess):
         if self.config.telemetry.log_format is LogFormat.AUTO:
             command += ["--set", "telemetry.log_format=console"]
         self.launch(command)
+
+    @property
+    def running_pid(self) -> int | None:
+        """The process that runs with this configuration already."""
+        endpoint = read_endpoint(self.endpoint_dir)
+        return endpoint.pid if endpoint is not None and Path(f"/proc/{endpoint.pid}").exists() else None
 
     @property
     def serves(self) -> bool:
@@ -159,6 +167,8 @@ def why_not_ready(calls: BlockingClient, url: str) -> str:
 def _urls(target: str) -> list[str]:
     if target.startswith(("http://", "https://")):
         return [target.rstrip("/")]
+    if not Path(target).is_dir() and re.fullmatch(SERVER_URL, f"http://{target}") and ":" in target:
+        raise ConfigError(f"'{target}' is no directory; did you mean http://{target}?")
     if "://" in target:
         raise ConfigError(f"'{target}' is neither a URL that begins with http:// or https:// nor a directory")
     return [daemon.url for daemon in read_cluster(Path(target))]
@@ -179,6 +189,8 @@ def up(
     """
     try:
         daemons = read_cluster(folder.absolute())
+        if running := [f"{each.name} (pid {pid})" for each in daemons if (pid := each.running_pid)]:
+            fail(ConfigError(f"{folder} runs already: {', '.join(running)}"), EXIT_FAILED)
         (folder.absolute() / "logs").mkdir(exist_ok=True)
     except OSError as error:
         fail(ConfigError(f"{error.filename} cannot be made: {error.strerror}"))

@@ -17,6 +17,7 @@ from kvbridge.core.ids import FrozenModel, Positive
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 HttpUrl = Annotated[str, Field(pattern=f"^({SERVER_URL}/?)?$", max_length=500)]
+_IPV4 = r"((25[0-5]|2[0-4]\d|1?\d?\d)(\.(?!$)|$)){4}"
 _CURVE_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 CurveKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}$")]
 """A CURVE key in Z85: 40 characters."""
@@ -166,6 +167,13 @@ class HttpConfig(TokenConfig):
     def has_token(self) -> bool:
         """Whether callers must show a token."""
         return self.token is not None or self.token_file is not None
+
+    @field_validator("host")
+    @classmethod
+    def _is_host(cls, host: str) -> str:
+        if re.fullmatch(r"[\d.]+", host) and not re.fullmatch(_IPV4, host):
+            raise ValueError("neither an IP address nor a host name")
+        return host
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -24,6 +24,7 @@ from kvbridge.processes import PROCESS_VARIABLES, SETTINGS_PREFIX
 
 KeyPath = tuple[str, ...]
 
+MISSING_KEY = "is required and has no default"
 LONGEST_VALUE = 80
 LONGEST_PLAIN = 24
 _ADDRESSES = ("tcp://", "ipc://", "http://", "https://")
@@ -134,7 +135,7 @@ def load_config(
     try:
         return layers.build(kind)
     except ConfigError as error:
-        names = [name for name, schema in (roles or {}).items() if _is_valid(schema, document)]
+        names = fitting_roles(document, roles or {})
         if not document or not names or _is_valid(kind, document):
             raise
         hint = f"{file}: as it stands, this is a valid {' or '.join(names)} configuration"
@@ -200,6 +201,11 @@ def _yaml_problem(error: Exception) -> str:
     return f"{where}{getattr(error, 'problem', None) or 'a value cannot be read'}"
 
 
+def fitting_roles(document: Mapping[str, Any], roles: Mapping[str, type[BaseModel]]) -> list[str]:
+    """Return the roles for which a file's keys are a valid configuration."""
+    return [name for name, schema in roles.items() if _is_valid(schema, document)]
+
+
 def _is_valid(kind: type[BaseModel], values: Mapping[str, Any]) -> bool:
     try:
         kind.model_validate(values)
@@ -229,11 +235,13 @@ def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[Key
             expected = found["ctx"]["expected_tags"].replace("'", "")
             lines.append(f"{name}.kind: one of {expected}{_origin((*path, 'kind'), origins)}")
         elif found["type"] == "missing":
-            lines.append(f"{name}: is required and has no default")
+            lines.append(f"{name}: {MISSING_KEY}")
         elif found["type"] == "default_factory_not_called":
             continue  # a default that follows from other keys, of which one is wrong
         else:
-            for text in found["msg"].removeprefix("Value error, ").split("\n"):
+            is_url = found["type"] == "string_pattern_mismatch" and "https?://" in found["ctx"]["pattern"]
+            said = "expected http://HOST:PORT or https://HOST:PORT" if is_url else found["msg"]
+            for text in said.removeprefix("Value error, ").split("\n"):
                 what = f"{name}: {text}" if name else text
                 is_bare = found["type"] == "string_type" and isinstance(found["input"], (int, float, date))
                 hint = "; put it in quotes" if is_bare else ""

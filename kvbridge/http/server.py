@@ -209,6 +209,10 @@ def _listen(host: str, port: int) -> socket.socket:
         kind = ConfigError if isinstance(error, PermissionError) else UnavailableError
         raise kind(
             f"http.host {host}, http.port {port}: cannot listen there: {error.strerror or error}; "
-            "choose another port (0 takes a free one) or end the process that has it"
+            + (
+                "no interface of this host has that address: ip -br addr shows those that it has"
+                if error.errno == errno.EADDRNOTAVAIL
+                else "choose another port (0 takes a free one) or end the process that has it"
+            )
         ) from error
     return listener

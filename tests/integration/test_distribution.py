@@ -13,6 +13,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import readme_renderer.markdown
 from packaging.metadata import Metadata
@@ -20,6 +21,7 @@ from trove_classifiers import classifiers
 
 from deploy.grafana.build import BOARDS
 from kvbridge import __version__
+from kvbridge.processes import ChildProcess, wait_for
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
@@ -182,6 +184,51 @@ def test_the_metadata_is_what_a_package_index_accepts(built: Distributions) -> N
     page = readme_renderer.markdown.render(parsed.description)
     assert page, "an index would show the source of the README instead"
     assert re.search("<h1[^>]*>kvbridge", page)
+
+
+def test_a_release_has_all_its_files_and_their_checksums(tmp_path: Path) -> None:
+    source = copy_checkout(tmp_path / "source")
+    shutil.copytree(ROOT / "docker", source / "docker")
+    shutil.copy(ROOT / ".dockerignore", source)
+    _run(sys.executable, "-m", "deploy.release", str(tmp_path / "out"), cwd=source)
+    name = f"kvbridge-{__version__}"
+    ends = ("-chart.tgz", "-changes.md", "-image.tar.gz", "-py3-none-any.whl", ".tar.gz")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"SHA256SUMS", *(name + end for end in ends)}
+    said = subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=False)
+    assert said.returncode == 0
+    assert (tmp_path / "out" / f"{name}-changes.md").read_text().startswith(f"## [{__version__}]")
+    with tarfile.open(tmp_path / "out" / f"{name}-image.tar.gz") as context:
+        names = set(context.getnames())
+    copied = [
+        each
+        for line in re.findall(r"^COPY (docker/.*) /", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
+        for each in line.split()
+    ]
+    assert {*copied, "kvbridge/__init__.py", "pyproject.toml", "docker/engine.Dockerfile"} <= names
+    with tarfile.open(tmp_path / "out" / f"{name}-chart.tgz") as chart:
+        assert {"kvbridge/Chart.yaml", "kvbridge/files/alerts.yaml", "kvbridge/files/redis/redis.sh"} <= set(
+            chart.getnames()
+        )
+
+
+@pytest.mark.parametrize("program", ["bootstrap", "router"])
+def test_daemons_start_from_the_wheel_alone(installed: Installed, tmp_path: Path, program: str) -> None:
+    options = {"bootstrap": (), "router": ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")}[
+        program
+    ]
+    command = [installed.program("kvbridge"), program, "--set", "http.port=0", *options]
+    process = ChildProcess(program, tmp_path / "log")
+    process.launch(command, environment={"PYTHONPATH": ""})
+
+    def url() -> str | None:
+        found = re.search(r'"http": "([^"]+)"', process.log())
+        return found[1] if found else None
+
+    try:
+        found = wait_for("its address", url, timeout_s=60, watched=[process])
+        assert httpx.get(f"{found}/health", timeout=30).status_code == 200
+    finally:
+        process.stop()
 
 
 def test_it_runs_from_the_wheel_alone(installed: Installed, tmp_path: Path) -> None:

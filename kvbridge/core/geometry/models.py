@@ -139,7 +139,11 @@ class _Config:
         value = self.get(key)
         if value is None:
             if default is None:
-                raise InvalidInputError(f"config of model_type '{self.model_type}' lacks the key '{key}'")
+                known = ", ".join(("deepseek_v4", *sorted(LATENT_MODELS)))
+                raise InvalidInputError(
+                    f"config of model_type '{self.model_type}' lacks the key '{key}'; {known} are known, and models whose layers "
+                    "all keep keys and values of each KV head"
+                )
             return default
         return _checked_positive(key, value)
 

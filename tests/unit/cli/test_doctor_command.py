@@ -57,8 +57,8 @@ def test_json_has_stable_names(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--role", "decode"], "belong together"),
-        (["--config", str(CONFIGS / "decode.yaml")], "belong together"),
+        (["--role", "decode"], "name it with --config"),
+        (["--config", str(CONFIGS / "two-gpus")], "cannot read"),
         ([*DECODE, "--set", "http.prot=1"], "did you mean 'port'"),
         ([*DECODE, "--set", "pools.device.request=0"], "pools.device.request"),
         (["--rolle", "decode"], "No such option"),
