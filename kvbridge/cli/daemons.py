@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import signal
 import sys
 from collections.abc import Callable
@@ -28,12 +27,12 @@ from kvbridge.cli.config import (
 from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, DispatchOrder, PrefillConfig, RouterConfig
-from kvbridge.core.errors import WITH_PACKAGES, BridgeError, ConfigError, ConflictError, UnavailableError
+from kvbridge.core.errors import WITH_LIBRARIES, BridgeError, ConfigError, ConflictError, UnavailableError
 from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.processes import end_with_parent, raise_open_files
 from kvbridge.telemetry.logs import configure_logs
-from kvbridge.transport import PACKAGES
+from kvbridge.transport import is_installed
 
 log = structlog.get_logger(__name__)
 
@@ -57,14 +56,12 @@ class NodeOptions:
             end_with_parent(self.parent, signal.SIGTERM, watch_input=True)
         loaded = load_or_exit(kind, self.config, self.overrides, insecure=self.insecure)
         order = loaded.transports.order
-        is_there = [name not in PACKAGES or any(map(importlib.util.find_spec, PACKAGES[name])) for name in order]
-        if loaded.pools.memory is MemoryOwner.OWNED and not any(
-            is_there
-        ):  # adopted: the engine's process moves the bytes
+        if loaded.pools.memory is MemoryOwner.OWNED and not any(map(is_installed, order)):
+            # Of adopted memory the engine's process moves the bytes.
             names = ", ".join(order)
             fail(
                 ConfigError(
-                    f"transports.order is {names}, and the library of none of them is installed; {WITH_PACKAGES}"
+                    f"transports.order is {names}, and the library of none of them is installed; {WITH_LIBRARIES}"
                 )
             )
         _logs(role, loaded.telemetry, instance=loaded.instance, node=loaded.node)
