@@ -21,7 +21,8 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.prefixes import Evicted
-from kvbridge.node.stored_prefixes import ORDER_PAGES, StoredPrefixes
+from kvbridge.node.prefix_fetch import ORDER_PAGES
+from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.pool.memory.layout import RankPart, copy_placement
@@ -423,7 +424,7 @@ def test_a_lie_in_the_middle_ends_the_prefix_before_it(files: Node):
     held = files.left_in_store(keys)
     [page_form, _] = files.stored.client._forms
     name = f"{page_form.name.hex()}-{linked(keys)[4].hex()}"
-    path = files.stored._settings.store.directory / name[-2:] / name
+    path = files.stored.settings.store.directory / name[-2:] / name
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
     files.fetch(keys)
@@ -541,7 +542,7 @@ def test_a_process_that_is_killed_in_the_middle_loses_nothing_but_time(files: No
 
 
 def test_a_full_store_takes_what_it_can_and_the_host_keeps_the_rest(files: Node):
-    settings = files.stored._settings.store
+    settings = files.stored.settings.store
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
         half_a_page = files.forms[FULL_COPY].object_bytes // 2
         small = settings.model_copy(update={"directory": Path(path) / "store", "max_bytes": half_a_page})

@@ -94,7 +94,7 @@ class Bench:
         self.stored = StoredPrefixes(self.cache, self.cache.copies, self.book, settings, preset("tiny-v4"))
         self.store = Store()
         self.stored.client = self.store
-        self.stored._spaces = ((FULL_COPY,), (SWA_COPY,)) if ends else ((FULL_COPY,),)
+        self.stored.spaces = ((FULL_COPY,), (SWA_COPY,)) if ends else ((FULL_COPY,),)
         self.rooms = 0
 
     def kept(self, keys: Keys) -> None:
