@@ -10,7 +10,8 @@ from kvbridge.api.directory import InstanceView
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role
 from kvbridge.core.prefixes import Evicted, ModelIdentity
 from kvbridge.pool.accounts.pages import PageState
-from kvbridge.telemetry.recent import Moment, PeerTraffic, Problem
+from kvbridge.telemetry.problems import Moment, Problem
+from kvbridge.telemetry.recent import PeerTraffic
 
 
 class Readiness(FrozenModel):
@@ -187,7 +188,7 @@ class NodeStatus(DaemonStatus):
     quarantine: dict[str, tuple[str, ...]]
     """Owners of pages that nobody may use yet, by reason."""
     problems: tuple[Problem, ...]
-    """The oldest first."""
+    """Failures of the last quarter of an hour, the oldest kind first."""
     traffic: dict[str, PeerTraffic]
     """By the peer's incarnation."""
     fence: FenceStatus | None = None
@@ -296,6 +297,17 @@ class StoreStatus(FrozenModel):
     """Why the store does not answer; empty when it does. The document then has the store's last answer."""
 
 
+class LostNode(FrozenModel):
+    """A node that the directory has had."""
+
+    role: Role
+    instance: str
+    node: str
+    http_url: str
+    at: Moment
+    reason: str
+
+
 class BootstrapStatus(DaemonStatus):
     """A bootstrap daemon."""
 
@@ -304,7 +316,13 @@ class BootstrapStatus(DaemonStatus):
     store: StoreStatus
     instances: tuple[InstanceView, ...]
     rooms: dict[str, int]
-    """Rooms that bootstrap paired and remembers, by state."""
+    """Rooms that bootstrap paired and remembers, by state; those that have ended on their nodes are among them."""
+    requests: dict[str, int]
+    """Answers to requests in the last quarter of an hour: `paired`, `cancelled`, or an error's code."""
+    problems: tuple[Problem, ...]
+    """Refused requests and lost nodes of the last quarter of an hour, the oldest kind first."""
+    lost: tuple[LostNode, ...]
+    """Nodes that have gone within the last hour, and have not come back."""
 
 
 class ServerStatus(FrozenModel):
@@ -334,3 +352,7 @@ class RouterStatus(DaemonStatus):
     directory_problem: str = ""
     """Why the directory does not answer; the servers are then those of its last answer."""
     servers: tuple[ServerStatus, ...]
+    requests: dict[str, int]
+    """Requests that ended in the last quarter of an hour, by outcome as in `kvbridge_router_requests_total`."""
+    problems: tuple[Problem, ...]
+    """Failed requests, attempts and health checks of the last quarter of an hour, the oldest kind first."""

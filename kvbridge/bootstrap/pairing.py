@@ -115,7 +115,7 @@ class PairingService:
         does not answer, and at once while `max_under_way` others are being paired: with more than it can do, this process would end
         none in time; FingerprintMismatchError, InvalidInputError; DeadlineError after `timeouts.pair_s`.
         """
-        begun_s, outcome, ticket = self._clock(), CANCELLED, None
+        begun_s, outcome, reason, ticket = self._clock(), CANCELLED, "", None
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
             if request.wait_s > self._config.max_wait_s:
@@ -131,7 +131,7 @@ class PairingService:
                 self._under_way -= 1
             outcome = PAIRED
         except BridgeError as error:
-            outcome = error.code
+            outcome, reason = error.code, str(error)
             raise
         else:
             return ticket
@@ -142,6 +142,7 @@ class PairingService:
                     generation=ticket.generation if ticket is not None else 0,
                     seconds=self._clock() - begun_s,
                     outcome=outcome,
+                    reason=reason,
                     trace=TRACE.get(),
                 )
             )

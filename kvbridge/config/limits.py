@@ -43,6 +43,9 @@ class AdmissionConfig(FrozenModel):
     """Shortest time after which a refused caller is told to come back."""
     retry_after_max_s: Seconds = 30.0
     """Longest time after which a refused caller is told to come back."""
+    needs_engine: bool = False
+    """/ready is red, and bootstrap sends no request here, while an engine is missing on a rank. False: /ready does not look at
+    engines, and requests that come before they attach wait for them."""
     unready_after_s: Seconds = 30.0
     """/ready turns red when not even the smallest request has fitted for so long."""
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +23,9 @@ from kvbridge import __version__
 from kvbridge.api.client import DaemonClient
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
-from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
+from kvbridge.api.status import BootstrapStatus, LostNode, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
+from kvbridge.bootstrap.nodes import NodeKey
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.store import MemoryStore, PairingState, RoomTimes, Store
 from kvbridge.config.loading import read_secret, read_token
@@ -39,12 +41,15 @@ from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.facts import PairingEnded, PrefixGuessed
 from kvbridge.telemetry.metrics import INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS, READY, ROOMS
+from kvbridge.telemetry.problems import Problems, Tally
 from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
 OVERVIEW_S = 0.25
 """Shortest time between two overviews. Each also forgets expired entries."""
+LOST_KEPT_S = 3600.0
+MOST_LOST = 256
 OVERVIEW_PAUSE = 24
 """The pause after an overview is this many times as long as the overview: a thousand nodes cost about 4 % of the time."""
 
@@ -80,6 +85,9 @@ class BootstrapDaemon(Daemon):
         )
         self.pairing.events.add_reader({PairingEnded: self._paired, PrefixGuessed: self._guessed})
         self._overview = _Overview()
+        self._problems, self._requests = Problems(), Tally()
+        self._lost: dict[NodeKey, LostNode] = {}
+        """Nodes that have gone, the one that has been gone for the longest time first."""
 
     async def start(self) -> None:
         """Open the endpoint, also while the store does not answer: `/ready` gives the reason."""
@@ -130,7 +138,7 @@ class BootstrapDaemon(Daemon):
         """Forget expired entries and take the overview, which tells when the store does not answer."""
         before = self._overview
         try:
-            await self.directory.expire()
+            expired = await self.directory.expire()
             listing = await self.directory.listing()
             counts = await self._store.room_counts()
         except BridgeError as error:
@@ -139,8 +147,33 @@ class BootstrapDaemon(Daemon):
                 log.error("store_away", code=error.code, reason=str(error))
             return
         self._overview = _Overview(listing, {state.value: count for state, count in counts.items()}, "")
+        self._miss(before.listing, listing, expired)
         if before.problem:
             log.info("store_answers", store=repr(self._store), instances=len(listing))
+
+    def _miss(self, before: Iterable[InstanceView], now: Iterable[InstanceView], expired: Collection[NodeKey]) -> None:
+        """Note nodes that have gone between two listings. Another replica may have taken a silent node off."""
+        limit_s = self.config.directory.expire_after_s
+        present = {(one.instance, node.node) for one in now for node in one.nodes}
+        for one in before:
+            for node in one.nodes:
+                key, name = (one.instance, node.node), f"{one.instance}/{node.node}"
+                if key in present:
+                    continue
+                if is_lost := key in expired or node.silent_s > limit_s / 2:
+                    reason = f"it was silent for {limit_s:g} s (directory.expire_after_s)"
+                    self._problems.add("node lost", name, reason)
+                reason = reason if is_lost else "it has taken itself off, as a node does that is shut down"
+                self._lost[key] = LostNode(
+                    role=one.role,
+                    instance=one.instance,
+                    node=node.node,
+                    http_url=node.http_url,
+                    at=moment(),
+                    reason=reason,
+                )
+        oldest, kept = moment() - LOST_KEPT_S, list(self._lost.items())[-MOST_LOST:]
+        self._lost = {key: lost for key, lost in kept if key not in present and lost.at > oldest}
 
     def readiness(self) -> Readiness:
         """Return ready while the overview has a node of each role that is ready. Nodes can register all the same."""
@@ -160,6 +193,9 @@ class BootstrapDaemon(Daemon):
             store=StoreStatus(kind=self.config.directory.store.value, problem=overview.problem),
             instances=overview.listing,
             rooms=overview.rooms,
+            requests=self._requests.lately(),
+            problems=self._problems.lately(),
+            lost=tuple(self._lost.values()),
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
@@ -173,6 +209,9 @@ class BootstrapDaemon(Daemon):
 
     def _paired(self, _now_s: float, fact: PairingEnded) -> None:
         self.metrics.count(PAIRINGS, fact.outcome)
+        self._requests.add(fact.outcome)
+        if fact.reason:
+            self._problems.add(f"request refused: {fact.outcome}", "", re.sub(r"^room \d+: ", "", fact.reason))
         self.metrics.observe(PAIRING_DURATION, fact.seconds, fact.outcome)
 
     def _guessed(self, _now_s: float, fact: PrefixGuessed) -> None:

@@ -53,9 +53,14 @@ def load_geometry(config: ModelConfig) -> ModelGeometry:
         facts,
         encoding=config.encoding,
         native_dtype_bytes=native_dtype_bytes(facts),
-        name=config.hf_config.stem,
+        name=_model_name(config.hf_config),
         **extra,
     )
+
+
+def _model_name(config: Path) -> str:
+    """Return the name of a configuration's file, or of its directory where the file has the name that all have."""
+    return config.resolve().parent.name if config.stem == "config" else config.stem
 
 
 def _read_geometry(path: Path) -> ModelGeometry:

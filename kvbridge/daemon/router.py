@@ -17,7 +17,9 @@ from kvbridge.config.schema import RouterConfig
 from kvbridge.core.ids import Role
 from kvbridge.core.process import moment
 from kvbridge.daemon.lifecycle import Daemon
+from kvbridge.http.app import AppSettings
 from kvbridge.http.router_app import create_router_app
+from kvbridge.http.server import Application
 from kvbridge.router.exchange import Router
 from kvbridge.router.servers import OpenAiServers, Servers, ServerWatch
 from kvbridge.telemetry.metrics import READY, ROUTER_SERVERS
@@ -54,11 +56,14 @@ class RouterDaemon(Daemon):
             self.servers.use(Role.DECODE, self.config.decode)
             self._watch.follow()
         shutdown_s = self.config.timeouts.shutdown_s / 5
-        self.open(self.config.http, lambda made: create_router_app(self.router, self, made), shutdown_s=shutdown_s)
+        self.open(self.config.http, self._app, shutdown_s=shutdown_s)
         self.background(self._look(), "look")
         if self._replicas:
             self.background(self._watch.run(), "directory")
         log.info("daemon_listens", http=self.url, order=self.config.order.value)
+
+    def _app(self, settings: AppSettings) -> Application:
+        return create_router_app(self.router, self, settings, lambda: {"status": self.status()})
 
     async def drain(self) -> None:
         """Refuse new requests, and let answers end."""
@@ -111,6 +116,8 @@ class RouterDaemon(Daemon):
                 )
                 for one in self.servers.all()
             ),
+            requests=self.router.requests.lately(),
+            problems=self.servers.problems.lately(),
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:

@@ -43,7 +43,7 @@ from kvbridge.telemetry.registry import Metrics
 
 SHOWN_LINKS = 64
 """A registration has the bytes sent to this many instances: those with most."""
-_NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace"}
+_NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace", "under_way_ago_s", "age_s"}
 """Fields of facts that a timeline's entry does not show among its details."""
 ROOMS_OF_STATE = 25
 """The status page shows this many rooms of each state, and counts all."""
@@ -68,7 +68,11 @@ class NodeOverview:
 
     def obstacles(self) -> list[str]:
         """Return the reasons that keep every room out, however many pages are free. Bootstrap does not ask such a node."""
-        candidates = (self._parts.memory.problem, self._parts.workers.missing(), self._admission.closed)
+        candidates = [self._parts.memory.problem, self._parts.workers.missing(), self._admission.closed]
+        if self._parts.config.admission.needs_engine:
+            served = {rank for engine in self._parts.engines.status() if not engine.gone for rank in engine.ranks}
+            lacking = ", ".join(str(rank) for rank in self._parts.layout.parts if str(rank) not in served)
+            candidates.append(f"no engine is attached to {lacking} (admission.needs_engine)" if lacking else "")
         return [reason for reason in candidates if reason]
 
     def readiness(self) -> Readiness:
@@ -120,7 +124,7 @@ class NodeOverview:
             kept_pools=None if kept is None else KeptPoolsStatus.model_validate(kept, from_attributes=True),
             store=None if parts.stored is None else parts.stored.status(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
-            problems=tuple(parts.recent.problems),
+            problems=parts.recent.problems.lately(),
             traffic=parts.recent.traffic,
             fence=self._peers.fence(),
         )
@@ -211,10 +215,19 @@ class NodeOverview:
                 "entered_at": moment(now_s - kept.entered_s),
                 "peer": kept.peer,
                 "reason": kept.entered.reason,
+                "waits_for": "" if kept.entered.state.final else self._waits_for(room, generation),
             }
             for (room, generation), kept in recent.shown(ROOMS_OF_STATE)
         ]
-        return {"status": self.status(), "rooms": rooms, "ended": recent.ended}
+        sums = {"ended": recent.ended, "ended_lately": recent.ended_lately.lately(), "moved_bytes": recent.moved_bytes}
+        return {"status": self.status(), "rooms": rooms, **sums}
+
+    def _waits_for(self, room: int, generation: int) -> str:
+        try:
+            report = self._rooms.report(room)
+        except UnknownRoomError:
+            return ""
+        return report.waits_for if report.generation == generation else ""
 
     def timeline(self, room: int, generation: int | None) -> RoomTimeline:
         """Return the timeline of a room, by default of the newest attempt. Raises UnknownRoomError."""
@@ -280,7 +293,7 @@ def _entry(after_s: float, fact: RoomFact) -> TimelineEntry:
     details = {
         name.removesuffix("_s"): _text(value)
         for name in (field.name for field in fields(fact))
-        if name not in _NOT_SHOWN and (value := getattr(fact, name)) not in ("", {}, ())
+        if name not in _NOT_SHOWN and (value := getattr(fact, name)) not in ("", {}, (), 0)
     }
     if fact.peer:
         details["peer"] = fact.peer

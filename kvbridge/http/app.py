@@ -134,7 +134,7 @@ def assemble_app(  # noqa: PLR0913 - applications differ in each of these
     status: StatusPort,
     kind: type[BaseModel],
     settings: AppSettings,
-    page: Callable[[], Document] | None = None,
+    page: Callable[[], Document],
 ) -> FastAPI:
     """Build an application from its own routers and the operators' routes.
 
@@ -153,8 +153,7 @@ def assemble_app(  # noqa: PLR0913 - applications differ in each of these
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     asks_token = bool(settings.grants())
-    shown = [] if page is None else [page_router(page, asks_token=asks_token)]
-    for router in [*routers, _operators_router(status, kind), *shown]:
+    for router in [*routers, _operators_router(status, kind), page_router(page, asks_token=asks_token)]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):

@@ -29,6 +29,7 @@ from kvbridge.router.bodies import HOLD, SEVERAL_PROMPTS, Added, Asked, HeldProm
 from kvbridge.router.servers import OpenAiServers, Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
+from kvbridge.telemetry.problems import Tally
 from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
@@ -95,6 +96,8 @@ class Router:
         self.cut_off = asyncio.Event()
         """Set by `end`: answers under way are cut off."""
         self.under_way = 0
+        self.requests = Tally()
+        """Requests that have ended, by outcome."""
         self._held_bytes = 0
 
     # ------------------------------------------------------------------ places
@@ -108,7 +111,7 @@ class Router:
         if self._draining:
             raise NotReadyError("the router is ending: ask another one, or again when it is back")
         if self.under_way >= self.config.limit:
-            self._metrics.count(ROUTED, "none", "over_limit")
+            self._request_ended("none", "over_limit")
             raise CapacityError(
                 f"{self.under_way} requests are under way, as many as there may be (limit); come back later, or ask another router"
             )
@@ -119,7 +122,7 @@ class Router:
             arrived += more_bytes
             growth = max(0, arrived - UNCOUNTED_BYTES) - counted
             if self._held_bytes + growth > self.config.limit_bytes:
-                self._metrics.count(ROUTED, "none", "over_limit")
+                self._request_ended("none", "over_limit")
                 raise CapacityError(
                     f"bodies of {self._held_bytes} bytes are under way, and there may be {self.config.limit_bytes} (limit_bytes; "
                     f"the first {UNCOUNTED_BYTES} of each are not counted); send a shorter body, come back later, or ask another "
@@ -174,11 +177,12 @@ class Router:
                 outcome = "answered" if found.status < HTTPStatus.BAD_REQUEST else "refused"
         except BridgeError as error:
             outcome = "failed" if order == "none" else "broken"
+            self.servers.problems.add(f"request {outcome}", asked.path, str(error))
             if self._seldom.admits("request_failed"):
                 log.warning("request_failed", path=asked.path, outcome=outcome, code=error.code, reason=str(error))
             raise
         finally:
-            self._metrics.count(ROUTED, order, outcome)
+            self._request_ended(order, outcome)
 
     async def models(self, headers: dict[str, str]) -> tuple[int, bytes]:
         """Return status and body of a decode server's list of models. Raises BridgeError."""
@@ -254,9 +258,14 @@ class Router:
             return {prefill}
         return {failed} if failure.avoid else set()
 
+    def _request_ended(self, order: str, outcome: str) -> None:
+        self._metrics.count(ROUTED, order, outcome)
+        self.requests.add(outcome)
+
     def _attempt_failed(self, failure: FailedAttemptError) -> None:
         server = failure.server
         self._metrics.count(ATTEMPTS_FAILED, server.role.value, failure.reason)
+        self.servers.problems.add(f"attempt failed: {failure.reason}", f"{server.role} {server.url}", str(failure))
         if self._seldom.admits("attempt_failed"):
             log.warning("attempt_failed", peer_role=server.role.value, url=server.url, reason=str(failure))
 

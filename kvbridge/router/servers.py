@@ -26,6 +26,7 @@ from kvbridge.core.errors import BridgeError, NotReadyError, PeerError, Unauthor
 from kvbridge.core.ids import Role
 from kvbridge.router import sglang
 from kvbridge.router.bodies import Asked, Body
+from kvbridge.telemetry.problems import Problems
 
 log = structlog.get_logger(__name__)
 
@@ -112,6 +113,8 @@ class Servers:
     def __init__(self) -> None:
         self._by_role: dict[Role, dict[str, Server]] = {role: {} for role in Role}
         self._turns = 0
+        self.problems = Problems()
+        """Failed requests, attempts and health checks."""
 
     def use(self, role: Role, urls: Iterable[str]) -> None:
         """Use these servers and no others. Requests under way at a server that is left out go on."""
@@ -336,6 +339,7 @@ class ServerWatch:
         if not problem and server.is_well():
             log.info("server_is_well", peer_role=server.role.value, url=server.url)
         elif problem and server.is_ill(problem):
+            self._servers.problems.add(f"{server.role} server out", server.url, problem)
             log.warning("server_is_out", peer_role=server.role.value, url=server.url, reason=problem)
 
     async def _know(self, server: Server) -> None:

@@ -250,6 +250,8 @@ class PairingEnded(Fact):
     generation: int
     seconds: float
     outcome: str
+    reason: str = ""
+    """Why there is no ticket."""
     trace: TraceContext | None
 
 

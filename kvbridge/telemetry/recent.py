@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,6 +14,8 @@ from kvbridge.telemetry.facts import (
     CopyEnded,
     Fact,
     OrderEnded,
+    PeerAccepted,
+    PeerFact,
     PrefixMatched,
     RankReceived,
     Reader,
@@ -22,9 +24,11 @@ from kvbridge.telemetry.facts import (
     RoomFact,
 )
 from kvbridge.telemetry.metrics import DIRECTIONS
+from kvbridge.telemetry.problems import Moment, Problems, Tally
 
-RECENT_PROBLEMS = 50
 RECENT_PEERS = 256
+_NO_FAILURES = frozenset({"", "aborted"})
+"""Codes of rooms that were completed, or given up by somebody who did not want them any more."""
 KEPT_ENDED: Mapping[RoomState, int] = {RoomState.COMPLETED: 500, RoomState.ABORTED: 250, RoomState.FAILED: 250}
 """Rooms that are kept after their end, by how they ended; the oldest are forgotten first."""
 MAX_FACTS_OF_KIND = 64
@@ -34,25 +38,12 @@ RoomKey = tuple[int, int]
 """(room, generation)."""
 
 
-Moment = float
-"""Wall-clock time in Unix seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A recent fact that is a problem."""
-
-    at: Moment
-    what: str
-    whom: str
-    """The room, peer, rank or engine."""
-    reason: str
-
-
 @dataclass(slots=True)
 class PeerTraffic:
     """Traffic between this node and one peer since the peer was first seen."""
 
+    name: str = ""
+    """`instance/node`; empty: no handshake has told it."""
     sent_bytes: int = 0
     received_bytes: int = 0
     rooms_completed: int = 0
@@ -99,8 +90,11 @@ class Recent:
     """
 
     def __init__(self) -> None:
-        self.problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
-        """The last problems, the oldest first."""
+        self.problems = Problems()
+        self.ended_lately = Tally()
+        """Rooms by how they ended."""
+        self.moved_bytes = 0
+        """Bytes sent to, or received from, all peers since the start, also those that are forgotten."""
         self.traffic: dict[str, PeerTraffic] = {}
         """By the peer's incarnation, the peer without news for the longest time first."""
         self.hit_tokens, self.miss_tokens, self.host_tokens = 0, 0, 0
@@ -114,6 +108,7 @@ class Recent:
         self.table: Reader = {
             **dict.fromkeys((kind for kind in Fact.kinds if kind.problem), self._problem),
             RoomFact: self._read,
+            PeerAccepted: self._accepted,
             OrderEnded: self._sent,
             RankReceived: self._received,
             PrefixMatched: self._matched,
@@ -134,7 +129,11 @@ class Recent:
             yield from islice(reversed(rooms.items()) if state.final else rooms.items(), limit)
 
     def _problem(self, _now_s: float, fact: Fact) -> None:
-        self.problems.append(Problem(moment(), fact.problem, fact.about, fact.why))
+        peer = self.traffic.get(fact.peer) if isinstance(fact, PeerFact) else None
+        self.problems.add(fact.problem, (peer and peer.name) or fact.about, fact.why)
+
+    def _accepted(self, _now_s: float, fact: PeerAccepted) -> None:
+        self._peer(fact.peer).name = fact.name
 
     def _read(self, now_s: float, fact: RoomFact) -> None:
         key = (fact.room, fact.generation)
@@ -156,12 +155,13 @@ class Recent:
 
     def _end(self, fact: RoomEntered, rooms: dict[RoomKey, Timeline]) -> None:
         self.ended[fact.state] += 1
-        if fact.code:
-            self.problems.append(Problem(moment(), f"room {fact.state.value}", str(fact.room), fact.reason))
+        self.ended_lately.add(fact.state.value)
+        if fact.code not in _NO_FAILURES:
+            self.problems.add(f"room {fact.state.value}", str(fact.room), fact.reason)
         if fact.peer:
             peer = self._peer(fact.peer)
-            peer.rooms_failed += bool(fact.code)
-            peer.rooms_completed += not fact.code
+            peer.rooms_failed += fact.state is RoomState.FAILED
+            peer.rooms_completed += fact.state is RoomState.COMPLETED
         if len(rooms) > KEPT_ENDED[fact.state]:
             oldest = next(iter(rooms))
             del rooms[oldest], self._timelines[oldest]
@@ -188,10 +188,12 @@ class Recent:
 
     def _sent(self, _now_s: float, fact: OrderEnded) -> None:
         if fact.amounts:
-            self._peer(fact.peer).sent_bytes += _bytes(fact.amounts)
+            self._peer(fact.peer).sent_bytes += (sent := _bytes(fact.amounts))
+            self.moved_bytes += sent
 
     def _received(self, _now_s: float, fact: RankReceived) -> None:
-        self._peer(fact.peer).received_bytes += _bytes(fact.amounts)
+        self._peer(fact.peer).received_bytes += (received := _bytes(fact.amounts))
+        self.moved_bytes += received
 
     def _peer(self, peer: str) -> PeerTraffic:
         traffic = self.traffic.pop(peer, None) or PeerTraffic()

@@ -27,6 +27,8 @@ class Fleet:
     pairs: int
     url: str = ""
     beats: int = 0
+    silent: set[str] = field(default_factory=set)
+    """Instances that send no heartbeat any more."""
     _loop: asyncio.AbstractEventLoop | None = None
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,6 +62,8 @@ class Fleet:
         self.beats += 1
         for role in Role:
             for number in range(self.pairs):
+                if f"{role}-{number}" in self.silent:
+                    continue
                 ready = number != 7
                 beat = NodeHeartbeat(
                     incarnation=f"{role}-{number}-a",

@@ -11,6 +11,7 @@ from tests.helpers.conversation import MODEL, PAGE, Conversation
 from tests.helpers.fleet import Fleet, fleet
 from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster, status
 from tests.helpers.local_servers import held_ports
+from tests.integration.router.test_command import NOBODY, running
 from tests.page.pictures import Browser, browser
 
 pytestmark = pytest.mark.thorough
@@ -120,7 +121,7 @@ def test_rooms_that_failed_come_first_then_the_slowest(pair: Pair, tab: Browser)
 def test_what_a_stranger_wrote_is_text(pair: Pair, tab: Browser) -> None:
     tab.open(pair.url("decode"))
     tab.live()
-    assert HOSTILE in tab.text("#problems")
+    assert HOSTILE in tab.text("#rooms")
     assert tab.js("return document.querySelectorAll('#problems img, #rooms img').length") == 0
     assert tab.errors() == []
 
@@ -279,3 +280,57 @@ def test_it_connects_again_when_the_daemon_is_back(tab: Browser) -> None:
         with fleet(2, http={"port": port}):
             tab.live()
             tab.until("the new fleet", lambda: len(tab.texts(".end .name")) == 4)
+
+
+def test_bootstrap_shows_who_has_gone_and_why_requests_are_refused(tab: Browser) -> None:
+    with fleet(2, directory={"expire_after_s": 1.5}) as running:
+        for _ in range(3):
+            answer = httpx.post(f"{running.url}/v1/requests", json={"prompt_tokens": 10}, trust_env=False)
+            assert answer.status_code == 503
+        running.silent.add("prefill-1")
+        tab.open(running.url)
+        tab.live()
+        tab.until("the loss", lambda: "node lost" in tab.text("#problems"))
+        assert "prefill-1/node-0" in tab.text("#problems")
+        assert "it was silent for 1.5 s (directory.expire_after_s)" in tab.text("#problems")
+        assert "3 \N{MULTIPLICATION SIGN} request refused: not_ready" in tab.text("#problems")
+        assert "100 %" in tab.texts(".tile .value")
+        assert "1 of 2" in tab.texts(".tile .value")
+        assert "gone for" in tab.text("svg .end.bad .sub")
+        assert tab.axe() == []
+        assert tab.errors() == []
+
+
+def test_a_node_without_an_engine_says_so(tab: Browser) -> None:
+    with live_cluster(decode={"admission": {"needs_engine": True}}, wait=False) as live:
+
+        def why() -> str:
+            answer = http("GET", live.decode, "/ready")
+            return "; ".join(answer.json()["reasons"]) if answer.status_code == 503 else ""
+
+        eventually("the reason", lambda: why() == "no engine is attached to pp0.tp0 (admission.needs_engine)")
+        for daemon, word in ((live.decode, "Not ready"), (live.prefill, "Ready, no engine")):
+            tab.open(daemon.url)
+            tab.live()
+            tab.until("its colour", lambda word=word: tab.text("#readiness") == word)
+            assert "no engine is attached" in tab.text("#notice")
+            assert "no engine" in tab.text("#about")
+        assert live.reader
+        eventually("decode is ready", lambda: http("GET", live.decode, "/ready").status_code == 200)
+
+
+def test_a_router_shows_its_servers_and_what_has_failed(tab: Browser) -> None:
+    with running("--prefill", NOBODY, "--decode", NOBODY) as (_, url):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a"}, timeout=30, trust_env=False)
+        assert answer.status_code == 503
+        tab.open(url)
+        tab.live()
+        assert tab.text("#name") == "Router"
+        assert tab.text("#readiness") == "Not ready"
+        assert tab.texts(".end .name") == ["127.0.0.1:9"] * 2
+        tab.until("the failures", lambda: "request failed" in tab.text("#problems"))
+        assert "0 of 1" in tab.texts(".tile .value")
+        tab.size(390)
+        assert tab.js("return document.documentElement.scrollWidth") <= 390
+        assert tab.axe() == []
+        assert tab.errors() == []

@@ -24,6 +24,9 @@ export function age(seconds) {
   return `${Math.floor(seconds / 86400)} d ${Math.floor((seconds % 86400) / 3600)} h`;
 }
 
+// A moment to the millisecond.
+export const moment = (seconds) => (seconds < 60 ? `${seconds.toFixed(3)} s` : `${Math.floor(seconds / 60)} min ${(seconds % 60).toFixed(3)} s`);
+
 export const short = (id) => (id.length > 14 ? `${id.slice(0, 12)}…` : id);
 
 const SVG = "http://www.w3.org/2000/svg";

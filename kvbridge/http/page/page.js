@@ -1,10 +1,10 @@
 // The page: asks the daemon and draws what it says. Everything that is shown comes in by `show(document)`.
 
-import {age, bytes, count, el, keyed, Rates, rate, svg, text} from "./format.js";
+import {age, count, el, keyed, plural, Rates, svg, text} from "./format.js";
 import {drawPools, drawPrefixes} from "./pools.js";
 import {NodeRoomDialog, PairRoomDialog, RoomList} from "./rooms.js";
 import {listen, Unauthorized} from "./poll.js";
-import {bootstrapModel, fleetPools, nodeModel, readable, selectedEnd} from "./model.js";
+import {bootstrapModel, fleetPools, nodeModel, readable, remarks, routerModel, selectedEnd} from "./model.js";
 import {Topology} from "./topology.js";
 
 const $ = (id) => document.getElementById(id);
@@ -21,15 +21,18 @@ function show(found) {
   const incarnation = shown && shown.status.incarnation;
   if (incarnation !== found.status.incarnation) rates.samples.clear();
   shown = readable(found);
-  const fleet = Boolean(shown.instances);
+  const fleet = Boolean(shown.instances), router = Boolean(shown.status.servers);
   document.body.classList.toggle("fleet", fleet);
-  roomDialog ||= fleet ? new PairRoomDialog($("room"), token) : new NodeRoomDialog($("room"), token, (peer) => shown.peers[peer]?.name || peer);
-  model = fleet ? bootstrapModel(shown, rates) : nodeModel(shown, rates);
-  drawHead(fleet);
+  document.body.classList.toggle("router", router);
+  if (!router) roomDialog ||= fleet ? new PairRoomDialog($("room"), token) : new NodeRoomDialog($("room"), token, (peer) => shown.names[peer] || peer);
+  model = router ? routerModel(shown) : fleet ? bootstrapModel(shown, rates) : nodeModel(shown, rates);
+  drawHead();
   drawTiles(model.tiles);
   topology.draw(model);
   text($("topology-note"), model.note);
   drawSelected();
+  drawProblems(fleet ? model.problems : shown.status.problems);
+  if (router) return;
   if (fleet) {
     const pools = fleetPools(shown);
     drawPools($("pools"), pools, Object.fromEntries(Object.entries(pools).map(([name, {available}]) => [name, available])));
@@ -37,25 +40,33 @@ function show(found) {
     drawPools($("pools"), shown.status.pools, shown.status.available_pages);
   }
   drawPrefixes($("prefixes"), shown.status);
-  drawQuarantine(shown.status.quarantine || {});
+  drawQuarantine(shown.status);
   drawRooms(fleet);
-  drawProblems(fleet ? model.problems : shown.status.problems);
 }
 
-function drawHead(fleet) {
-  const {status} = shown;
-  const name = fleet ? "Bootstrap" : `${status.instance} / ${status.node}`;
+function drawHead() {
+  const {status} = shown, title = {bootstrap: "Bootstrap", router: "Router"}[status.role];
+  const name = title || `${status.instance} / ${status.node}`;
   text($("name"), name);
-  const title = `${name}${status.ready.ready ? "" : " (not ready)"} · kvbridge`;
-  if (document.title !== title) document.title = title;
-  const facts = [fleet ? `directory in ${status.store.kind}` : `${status.role} · ${status.model.name}`, `kvbridge ${status.version}`, `up ${age(status.at - status.started_at)}`];
+  const heading = `${name}${status.ready.ready ? "" : " (not ready)"} · kvbridge`;
+  if (document.title !== heading) document.title = heading;
+  const facts = [...about(status), `kvbridge ${status.version}`, `up ${age(status.at - status.started_at)}`];
   text($("about"), facts.join(" · "));
-  const pill = $("readiness"), {ready, reasons} = status.ready;
+  const pill = $("readiness"), {ready} = status.ready, reasons = [...status.ready.reasons, ...remarks(shown)];
   pill.hidden = false;
   pill.className = `pill ${ready ? (reasons.length ? "warn" : "good") : "bad"}`;
-  text(pill, ready ? (reasons.length ? "Ready, with remarks" : "Ready") : "Not ready");
+  const bare = status.engines && !status.engines.some((engine) => !engine.gone);
+  text(pill, ready ? (bare ? "Ready, no engine" : reasons.length ? "Ready, with remarks" : "Ready") : "Not ready");
   $("notice").hidden = reasons.length === 0;
   text($("notice"), reasons.join(" · "));
+}
+
+function about(status) {
+  if (status.role === "router") return [`${status.order} order`];
+  if (status.role === "bootstrap") return [`directory in ${status.store.kind}`];
+  const {name, identity} = status.model, engines = status.engines.filter((engine) => !engine.gone);
+  const named = engines.length === 1 ? `engine of process ${engines[0].pid || "?"}` : engines.length ? `${count(engines.length)} engines` : "no engine";
+  return [status.role, identity ? `${identity.name} ${identity.revision}` : name, named, plural(status.ranks.length, "rank")];
 }
 
 function drawTiles(tiles) {
@@ -101,15 +112,21 @@ function drawSelected() {
     found.links.length ? el("ul", {class: "links"}, ...found.links.map((link) => el("li", {}, el("span", {}, link.name), el("b", {}, link.rate)))) : "");
 }
 
-function drawQuarantine(reasons) {
-  const found = Object.entries(reasons);
-  text($("pools-note"), found.length ? `${found.length} quarantined: ${found[0][0]}` : "");
+// Which pages nobody may use, for whom, why, and what frees them.
+function drawQuarantine({quarantine = {}, fence}) {
+  const found = Object.entries(quarantine), rooms = found.reduce((sum, [, owners]) => sum + owners.length, 0), box = $("quarantine");
+  box.hidden = !rooms;
+  if (!rooms) return;
+  const waits = fence && fence.phase !== "idle" ? `Writers are being shut out (${fence.phase})${fence.waits_for_ranks.length ? `, waiting for ${fence.waits_for_ranks.join(", ")}` : ""}. ` : "";
+  const lines = [`Pages of ${plural(rooms, "room")} are quarantined: nobody may use them, because something may still write or read there.`,
+    ...found.map(([reason, owners]) => `${owners.length > 1 ? `${count(owners.length)} rooms, such as ` : ""}${reason.startsWith(owners[0]) ? "" : `${owners[0]}: `}${reason}`),
+    `${waits}They are free by themselves as soon as the other side has stopped or its process has ended. If it hangs, end it: its page, or kvbridge status there, names the process.`];
+  keyed(box, lines, {key: (line) => line, make: (line) => el("p", {}, line), update: () => {}});
 }
 
 function drawRooms(fleet) {
   if (!fleet) {
-    const peers = Object.fromEntries(Object.entries(shown.peers).map(([key, peer]) => [key, peer.name]));
-    roomList.draw({counts: shown.status.rooms, rooms: shown.rooms, peers});
+    roomList.draw({counts: shown.status.rooms, rooms: shown.rooms, peers: shown.names});
     return;
   }
   keyed($("phases"), Object.entries(model.roomCounts), {
@@ -123,12 +140,18 @@ function drawRooms(fleet) {
 }
 
 function drawProblems(problems) {
-  const items = problems.map((problem, index) => ({...problem, key: `${problem.what} ${problem.whom} ${problem.reason} ${index}`})).reverse();
-  text($("problems-note"), items.length ? "" : "none lately");
+  const items = problems.map((problem, index) => ({...problem, key: `${problem.what} ${problem.first_at || problem.whom} ${index}`})).reverse();
+  text($("problems-note"), `of the last 15 minutes${items.length ? "" : ": none"}`);
   keyed($("problems"), items, {
     key: (item) => item.key,
-    make: (item) => el("li", {}, el("p", {}, el("b", {}, item.what), " ", item.whom && el("code", {}, item.whom), el("span", {class: "when quiet"})), el("p", {class: "reason"}, item.reason)),
-    update: (row, item) => text(row.querySelector(".when"), item.ago_s == null ? "now" : `${age(item.ago_s)} ago`),
+    make: (item) => el("li", {}, el("p", {}, el("b", {}), " ", el("code"), el("span", {class: "when quiet"})), el("p", {class: "reason"})),
+    update: (row, item) => {
+      const [what, whom, when] = row.firstElementChild.children, many = item.count > 1;
+      text(what, many ? `${count(item.count)} × ${item.what}` : item.what);
+      text(whom, item.whom ? (many ? `last ${item.whom}` : item.whom) : "");
+      text(when, item.ago_s == null ? "now" : `${age(item.ago_s)} ago${many && item.for_s >= 1 ? `, first ${age(item.ago_s + item.for_s)} ago` : ""}`);
+      text(row.lastElementChild, item.reason);
+    },
   });
 }
 

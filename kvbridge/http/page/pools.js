@@ -3,13 +3,17 @@
 import {count, el, keyed, plural, text} from "./format.js";
 
 const STATES = ["leased", "held", "quarantined", "cached", "used", "available", "free"];
+const SPACES = {
+  full: "pages of components that grow with the tokens", swa: "windows and states", request: "one page a room", host: "components in host memory",
+  full_twin: "host copies of pages of full", swa_twin: "host copies of windows and states at the end of prefixes",
+};
 const EMPTY = ["free", "available"];
 
 export function drawPools(root, pools, available) {
   keyed(root, Object.entries(pools), {
     key: ([space]) => space,
     make: ([space]) => el("div", {class: "pool"},
-      el("h3", {}, space),
+      el("h3", {title: SPACES[space]}, space),
       el("p", {class: "quiet"}),
       el("div", {class: "bar", role: "img"}),
       el("ul", {class: "legend"})),
@@ -35,7 +39,7 @@ export function drawPools(root, pools, available) {
 }
 
 // Of a node that keeps prefixes: how many pages, who reads them, what they were good for.
-export function drawPrefixes(root, {role, prefixes, host_tier: tier}) {
+export function drawPrefixes(root, {role, prefixes, host_tier: tier, store}) {
   root.hidden = !prefixes;
   if (!prefixes) return;
   const {read_pages: read, unread_pages: unread, readers, hit_tokens: hit, miss_tokens: miss} = prefixes;
@@ -48,6 +52,10 @@ export function drawPrefixes(root, {role, prefixes, host_tier: tier}) {
     ["Retained", plural(retained, "page")],
   ];
   if (tier) facts.push(["On the host", `${plural(tier.both_pages + tier.host_pages, "page")}, ${count(tier.host_pages)} only there`]);
+  if (store) {
+    const {stored = 0, ...others} = store.objects.put || {}, refused = Object.values(others).reduce((sum, each) => sum + each, 0);
+    facts.push(["Store", `${store.kind}: ${plural(stored, "page")} written${refused ? `, ${count(refused)} not (${Object.keys(others).map((word) => word.replaceAll("_", " ")).join(", ")})` : ""}, ${count(store.fetched_pages)} fetched`]);
+  }
   if (role === "prefill") facts.push(["Checkpoints", count(prefixes.checkpoints)]);
   keyed(root.lastElementChild, facts, {
     key: ([name]) => name,

@@ -1,11 +1,10 @@
-// Rooms by phase, failing and slowest first, and what happened to one of them.
+// Rooms by phase, open and slowest first, and what happened to one of them.
 
-import {age, bytes, count, el, keyed, short, svg, text} from "./format.js";
+import {age, bytes, count, el, keyed, moment, short, svg, text} from "./format.js";
 import {call} from "./poll.js";
 
 export const PHASES = ["admitted", "offered", "transferring", "committed", "claimed", "aborting", "failed", "aborted", "completed"];
 const FINAL = new Set(["failed", "aborted", "completed"]);
-const LATELY_S = 60; // a failure is in front so long
 
 export class RoomList {
   constructor(phases, list, onOpen) {
@@ -15,11 +14,11 @@ export class RoomList {
     this.only = null;
     this.body = el("tbody");
     this.table = el("table", {class: "rooms"},
-      el("caption", {class: "unseen"}, "Rooms, failing and slowest first"),
-      el("thead", {}, el("tr", {}, ...["Room", "Phase", "Age", "In phase", "Peer or reason"].map((name) => el("th", {scope: "col"}, name)))),
+      el("caption", {class: "unseen"}, "Rooms, open and slowest first"),
+      el("thead", {}, el("tr", {}, ...["Room", "Phase", "Age", "Since", "Waits for, or why it ended"].map((name) => el("th", {scope: "col"}, name)))),
       this.body);
     this.empty = el("p", {class: "empty"}, "No room yet.");
-    this.scroll = el("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Rooms, failing and slowest first"}, this.table);
+    this.scroll = el("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Rooms, open and slowest first"}, this.table);
     list.append(this.scroll, this.empty);
   }
 
@@ -60,7 +59,8 @@ export class RoomList {
         const ended = FINAL.has(room.state);
         text(whole, age(ended ? room.age_s - room.in_state_s : room.age_s));
         text(phase, ended ? `${age(room.in_state_s)} ago` : age(room.in_state_s));
-        text(why, room.reason || (room.peer ? peers[room.peer] || short(room.peer) : "no peer yet"));
+        const peer = room.peer && (peers[room.peer] || short(room.peer));
+        text(why, room.reason || [room.waits_for || (ended ? "" : "the next step"), peer && !room.waits_for?.includes(peer) && `with ${peer}`].filter(Boolean).join(" · "));
       },
     });
   }
@@ -73,11 +73,11 @@ export class RoomList {
 
 function group(room) {
   if (room.state === "aborting") return 0;
-  if (room.state === "failed") return room.in_state_s < LATELY_S ? 0 : 2;
+  if (room.state === "failed") return 2;
   return {aborted: 3, completed: 4}[room.state] ?? 1;
 }
 
-// Failing rooms first, then the slowest; of those that ended the latest.
+// Rooms that are open first, aborting ones and then the slowest; of those that ended the failed ones and then the latest.
 function order(a, b) {
   return group(a) - group(b) || (FINAL.has(a.state) ? a.in_state_s - b.in_state_s : b.age_s - a.age_s);
 }
@@ -183,14 +183,14 @@ function gantt(states, wholeS) {
 }
 
 function entries(list, nameOf) {
-  let peer = "";
+  const told = {}; // a detail is shown where it changes
   return el("ol", {class: "timeline"}, ...list.map((entry) => {
     const {reason, peer: other, ...details} = entry.details;
-    const words = Object.entries(details).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`);
-    if (other && other !== peer) words.push(`with ${nameOf(other)}`);
-    peer = other || peer;
+    const words = Object.entries(details).filter(([name, value]) => told[name] !== value).map(([name, value]) => `${name.replaceAll("_", " ")}: ${value}`);
+    if (other && other !== told.peer) words.push(`with ${nameOf(other)}`);
+    Object.assign(told, details, other && {peer: other});
     return el("li", {class: entry.state || "fact"},
-      el("span", {class: "after"}, `+${age(entry.after_s)}`),
+      el("span", {class: "after"}, `+${moment(entry.after_s)}`),
       el("span", {class: "what"}, entry.what),
       reason && el("span", {class: "details why"}, reason),
       words.length > 0 && el("span", {class: "details"}, words.join(" · ")));

@@ -140,6 +140,9 @@ BOOTSTRAP_PAGE = BootstrapStatus(
     store=StoreStatus(kind="memory", problem=""),
     instances=(),
     rooms={},
+    requests={},
+    problems=(),
+    lost=(),
 )
 
 

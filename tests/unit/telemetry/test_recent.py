@@ -1,13 +1,12 @@
 """The recent past: problems, traffic, and the facts of each room, in order and bounded."""
 
-import time
-
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry import facts
-from kvbridge.telemetry.recent import KEPT_ENDED, MAX_FACTS_OF_KIND, RECENT_PEERS, RECENT_PROBLEMS, Recent
+from kvbridge.telemetry.problems import LATELY_S, MOST_KINDS, Problems, Tally
+from kvbridge.telemetry.recent import KEPT_ENDED, MAX_FACTS_OF_KIND, RECENT_PEERS, Recent
 from tests.helpers.manual_clock import ManualClock
 
 R0 = Rank(pp=0, tp=0)
@@ -80,18 +79,42 @@ def test_ended_rooms_are_forgotten_the_oldest_first_and_completed_ones_do_not_di
     assert len(node.recent._timelines) == 1 + KEPT_ENDED[S.COMPLETED]
 
 
-def test_status_keeps_the_last_problems_with_their_time() -> None:
-    began_at, node = time.time(), Node()
-    stream, recent = node.stream, node.recent
-    for number in range(RECENT_PROBLEMS):
-        stream.emit(facts.RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
+def test_status_keeps_failures_of_a_quarter_of_an_hour_by_their_cause() -> None:
+    clock, stream = ManualClock(), facts.EventStream()
+    recent = Recent()
+    recent.problems = Problems(clock)
+    stream.add_reader(recent.table)
+    rooms = [
+        facts.RoomEntered(room=one, generation=1, state=S.FAILED, code="c", reason=f"rank {one}") for one in range(9)
+    ]
+    for fact in rooms:
+        stream.emit(fact)
+        clock.advance(1.0)
+    stream.emit(facts.RoomEntered(room=9, generation=1, state=S.ABORTED, code="aborted", reason="not wanted"))
+    stream.emit(facts.PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
     stream.emit(facts.PeerLost(peer="dddd", reason="silent"))
-    stream.emit(facts.WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"))
-    problems = recent.problems
-    assert len(problems) == RECENT_PROBLEMS
-    assert began_at - 0.001 <= problems[0].at <= problems[-1].at <= time.time() + 0.001
-    assert (problems[0].what, problems[0].whom) == ("room failed", "2")
-    assert [problem.reason for problem in list(problems)[-2:]] == ["silent", "killed by SIGKILL"]
+    failed, lost = recent.problems.lately()
+    assert (failed.what, failed.whom, failed.reason) == ("room failed", "8", "rank 8")
+    assert (failed.count, failed.at - failed.first_at) == (9, 8.0)
+    assert (lost.what, lost.whom, lost.reason) == ("peer lost", "decode-0/node-0", "silent")
+    clock.advance(LATELY_S - 0.5)
+    assert recent.problems.lately() == (lost,)
+    stream.emit(rooms[0])
+    assert recent.problems.lately()[-1].count == 1, "the former ones are too old to be counted"
+    for number in range(2 * MOST_KINDS):
+        recent.problems.add(chr(1000 + number), "", "")
+    assert len(recent.problems.lately()) == MOST_KINDS
+
+
+def test_a_tally_forgets_what_is_older_than_a_quarter_of_an_hour() -> None:
+    clock = ManualClock()
+    tally = Tally(clock)
+    for word in ("a", "a", "b"):
+        tally.add(word)
+        clock.advance(LATELY_S / 2)
+    assert tally.lately() == {"a": 1, "b": 1}
+    clock.advance(LATELY_S)
+    assert tally.lately() == {}
 
 
 def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
