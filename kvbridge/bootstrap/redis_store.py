@@ -320,8 +320,9 @@ def _master_client(
         raise ValueError("no host, or no name of a server")
     shown = _Credentials(url.username, (lambda: given) if given else password) if given or password() else None
     options = {**none, "credential_provider": shown}
-    sentinel = Sentinel([(url.hostname, url.port or SENTINEL_PORT)], sentinel_kwargs=options)
-    return Redis.from_pool(_MasterPool(name, sentinel, **limits, **options))
+    sentinel = Sentinel([(url.hostname, url.port or SENTINEL_PORT)], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+    pool = _MasterPool(name, sentinel, **limits, **options)  # type: ignore[no-untyped-call]
+    return Redis.from_pool(pool)
 
 
 PRELUDE: Final = """
