@@ -330,6 +330,7 @@ def test_a_router_shows_its_servers_and_what_has_failed(tab: Browser) -> None:
         assert tab.texts(".end .name") == ["127.0.0.1:9"] * 2
         tab.until("the failures", lambda: "request failed" in tab.text("#problems"))
         assert "0 of 1" in tab.texts(".tile .value")
+        assert "measuring" not in tab.text("#topology")
         tab.size(390)
         assert tab.js("return document.documentElement.scrollWidth") <= 390
         assert tab.axe() == []

@@ -122,3 +122,12 @@ def test_the_changelog_has_this_version() -> None:
         (ROOT / "CHANGELOG.md").read_text(),
         re.MULTILINE,
     )
+
+
+def test_messages_that_the_troubleshooting_page_explains_are_in_the_code() -> None:
+    """A message that was rewritten would lead nobody to its row."""
+    code = "".join(path.read_text() for path in (ROOT / "kvbridge").rglob("*.py"))
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    named = [message for row in rows for message in re.findall(r"`([^`]+)`", row)]
+    assert len(named) >= len(rows) > 8
+    assert [message for message in named if message not in code] == []

@@ -213,12 +213,12 @@ export function selectedEnd(shown, model, id) {
 export function routerModel({status}) {
   const ends = {prefill: [], decode: []};
   for (const server of status.servers) {
-    ends[server.role].push({id: `${server.role} ${server.url}`, name: server.url.replace(/^https?:\/\//, ""), ok: !server.problem, note: server.problem, rooms: server.outstanding, rate: null, full: null, server});
+    ends[server.role].push({id: `${server.role} ${server.url}`, name: server.url.replace(/^https?:\/\//, ""), ok: !server.problem, note: server.problem, does: plural(server.outstanding, "request"), rooms: null, rate: null, full: null, server});
   }
   const {answered = 0, refused = 0, client_left: left = 0, ...bad} = status.requests, failed = sum(Object.values(bad)), all = answered + refused + left + failed;
   const tile = (name, list) => ({name, value: `${count(list.filter((end) => end.ok).length)} of ${count(list.length)}`, tone: tone(list), more: "servers that are well"});
   return {
-    left: ends.prefill, right: ends.decode, links: [], note: status.directory_problem ? `the directory does not answer: ${status.directory_problem}` : `requests go in ${status.order} order; numbers are requests under way`,
+    left: ends.prefill, right: ends.decode, links: [], note: status.directory_problem ? `the directory does not answer: ${status.directory_problem}` : `requests go in ${status.order} order; each server with its requests under way`,
     tiles: [
       {name: "Under way", value: count(status.outstanding), curve: status.outstanding, tone: status.outstanding >= status.limit ? "alarm" : "", more: `at most ${count(status.limit)} (limit)`},
       {name: "Requests answered", value: count(answered), more: `${LATELY}, of ${count(all)} that ended`},

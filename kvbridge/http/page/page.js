@@ -29,6 +29,7 @@ function show(found) {
   drawHead();
   drawTiles(model.tiles);
   topology.draw(model);
+  text($("topology-title"), router ? "Servers" : "Transfers");
   text($("topology-note"), model.note);
   drawSelected();
   drawProblems(fleet ? model.problems : shown.status.problems);

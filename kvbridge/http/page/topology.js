@@ -1,6 +1,6 @@
 // Who sends to whom and how fast: prefill on the left, decode on the right, a curve for each link.
 //
-// `draw(model)` takes {left, right, links}: ends {id, name, brief, ok, note, rate, rooms, full, here} and links {from, to, rate}.
+// `draw(model)` takes {left, right, links}: ends {id, name, brief, ok, note, does, rate, rooms, full, here} and links {from, to, rate}.
 // The whole picture is one tab stop; arrow keys go from end to end, Enter or a click selects one and shows its links alone.
 
 import {keyed, plural, rate, svg, text} from "./format.js";
@@ -151,7 +151,7 @@ export class Topology {
     group.setAttribute("class", ["end", place.side, end.ok ? "ok" : "bad", end.here && "here", !linked.has(end.id) && "dim"].filter(Boolean).join(" "));
     const used = end.full == null ? "" : `, ${Math.round(end.full * 100)} % of its fullest pool in use`;
     const rooms = end.rooms == null ? "" : `, ${plural(end.rooms, "room")}`;
-    const spoken = `${end.name}: ${end.ok ? "ready" : end.note || "not ready"}, ${place.side === "left" ? "sends" : "receives"} ${rate(end.rate)}${rooms}${used}`;
+    const spoken = `${end.name}: ${end.ok ? "ready" : end.note || "not ready"}, ${end.does || `${place.side === "left" ? "sends" : "receives"} ${rate(end.rate)}`}${rooms}${used}`;
     if (group.getAttribute("aria-label") !== spoken) { group.setAttribute("aria-label", spoken); text(title, spoken); }
     box.setAttribute("width", place.width);
     box.setAttribute("height", place.height);
@@ -168,7 +168,7 @@ export class Topology {
     sub.setAttribute("y", two ? 37 : place.height / 2 + 4);
     sub.setAttribute("text-anchor", two ? "start" : "end");
     const detail = end.rooms == null || place.width < 170 ? "" : ` · ${plural(end.rooms, "room")}`;
-    text(sub, fits ? (two ? (end.ok ? `${speed || "measuring"}${detail}` : cut(end.note || "not ready", most + 3)) : speed) : "");
+    text(sub, fits ? (two ? (end.ok ? end.does || `${speed || "measuring"}${detail}` : cut(end.note || "not ready", most + 3)) : speed) : "");
     full.setAttribute("x", two ? 8 : 2);
     full.setAttribute("y", place.height - (two ? 6 : 3));
     full.setAttribute("width", Math.max(0, (end.full || 0) * (place.width - (two ? 16 : 4))));
