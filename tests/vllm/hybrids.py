@@ -101,6 +101,8 @@ def kinds() -> dict[str, PreTrainedConfig]:
             qk_nope_head_dim=128,
             qk_rope_head_dim=64,
             v_head_dim=128,
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
             **COMMON | MIXTURE,
         ),
     }

@@ -35,6 +35,8 @@ LENGTHS = {
 }
 SETTINGS = {"gemma": {"block_size": 32}, "gpt-oss": {"block_size": 32}}
 DTYPES = {"qwen": "bfloat16"}
+ROUNDED_NATS = 0.07
+"""bfloat16 has one number in 0.0625 nats where the best two logits are: a tie for whoever rounds otherwise."""
 STEPWISE = {"qwen", "deepseek"}
 """bfloat16 rounds otherwise in another batch. Latent attention on a processor has other kernels for one token than for several."""
 whole_prompts = pytest.mark.parametrize(
@@ -43,8 +45,8 @@ whole_prompts = pytest.mark.parametrize(
 CHUNK_TOKENS = 64
 BLOCKS = {"granite": 48, "qwen": 48}
 """Room for a prompt of 2,048 tokens in all groups; 160 for other kinds."""
-OF_MANY, MANY = 900, 150
-"""Tokens of prompts, and tokens asked for, of which eight do not fit together."""
+OF_MANY, MANY = 900, 260
+"""Tokens of prompts, of which four fit, and tokens asked for, of which four do not."""
 RANKS = {f"gemma, ranks: {prefill} to {decode}": (prefill, decode) for prefill, decode in ((2, 1), (1, 2), (2, 2))}
 DRAFTS = "gemma, decode drafts"
 UNLIKE: dict[str, tuple[str, dict, dict]] = {
@@ -77,6 +79,7 @@ def fleet(request: pytest.FixtureRequest, setup: Setup) -> Iterator[Engines]:
     ]
     for engines in running(lambda: Engines(setup, plans), "vllm"):
         engines.kind, engines.stepwise = kind, kind in STEPWISE
+        engines.TIE_NATS = ROUNDED_NATS if kind in DTYPES else engines.TIE_NATS
         yield engines
 
 
