@@ -90,7 +90,11 @@ class World(SimulatedCalls):
         self.revoked_before = dict.fromkeys(simulated_nodes.TRANSPORTS, 0)
         self.towards_rank: deque[NodeToWorker] = deque()
         """Orders of the fence to the decode node's rank worker."""
-        told = SimpleNamespace(layers=(R0,), send=lambda rank, message: self.towards_rank.append(message))
+        told = SimpleNamespace(
+            layers=(R0,),
+            send=lambda rank, message: self.towards_rank.append(message),
+            has_endpoints=lambda _rank: True,
+        )
         self.fence = Fence(told, EventStream(), fence_s=30, clock=self.clock)
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
