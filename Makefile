@@ -62,7 +62,7 @@ help:
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers, docstrings"
 	@echo "make size    lines of the package and of the tests, by what they are"
-	@echo "make bench   measure planning, transports, overhead, paths, the directory, stores and load; results in out/bench/"
+	@echo "make bench   measure planning, transports, overhead, a hand-over, paths, the directory, stores and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels and the local transport on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make bench-vllm  measure vLLM with kvbridge beside vLLM with NixlConnector, on this processor; results in out/bench/"
 	@echo "make bench-sglang  measure SGLang with kvbridge beside SGLang with its Mooncake backend, on this processor; results in out/bench/"

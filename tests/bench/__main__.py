@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.bench.output import environment, measure, write
 
-HERE = ("plan", "prefix", "transport", "operations", "overhead", "paths", "directory", "store", "load")
+HERE = ("plan", "prefix", "transport", "operations", "overhead", "hand_over", "paths", "directory", "store", "load")
 GPU = ("gpu.copy_pages", "gpu.transport", "gpu.swap_in")
 GROUPS = {"all": HERE, "gpu": GPU}
 OTHERS = ("peers.compare", "vllm.compare", "sglang.compare")
