@@ -54,7 +54,7 @@ help:
 	@echo "make mutate  make EDITS small edits of the package, one at a time, and list those that the fast tests do not notice"
 	@echo "make test-vllm-gpu  vLLM with kvbridge on one GPU, in five minutes, by GPU_PYTHON, which has vLLM; results in out/vllm-gpu/"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
-	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 30 minutes; a first run installs vLLM in out/vllm/"
+	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone; a first run installs vLLM in out/vllm/"
 	@echo "make test-sglang  real SGLang servers with kvbridge beside one alone; a first run installs SGLang in out/sglang/"
 	@echo "make constraints  take the newest versions of everything that tests need, into constraints.txt"
 	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
