@@ -22,7 +22,7 @@ from kvbridge.processes import ChildProcess, stop_all
 from tests.operate.test_chart import ROOT, environment, expanded
 
 ENTRYPOINTS = {"kvbridge": ["kvbridge"]}
-"""Of images, by the name of the repository."""
+"""The entry points of images, by the name of the repository."""
 _CLONE_NEWNET = 0x4000_0000
 _ROOM = """
 set -eu

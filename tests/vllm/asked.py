@@ -1,4 +1,4 @@
-"""What a release of vLLM asks of a connector, from its source: `python -m tests.vllm.asked VLLM`, a wheel or an installed package.
+"""The hooks that a release of vLLM calls, from its source: `python -m tests.vllm.asked VLLM`, a wheel or an installed package.
 
 `asked.txt` has these lines for the newest release that the adapter was written for.
 """
@@ -18,7 +18,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 ASKED = ("KVConnectorBase_V1", "SupportsHMA")
 ABSTRACT = "abstract "
 READ = (ROOT / "tests/vllm/asked.txt").read_text().splitlines()
-"""Of vLLM 0.33."""
+"""The lines of vLLM 0.33."""
 NEW_IN_0_33 = {
     "restore_kv_caches(self)",
     "supports_sleep_mode(cls, kv_transfer_config)",

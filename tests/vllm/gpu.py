@@ -33,7 +33,7 @@ from tests.vllm.engines import EnginePlan, Engines, EngineServer, model
 from tests.vllm.servers import HOLD, kvbridge
 
 TOKENS = 8
-"""Of an answer."""
+"""Tokens of an answer."""
 BLOCK_TOKENS = 16
 """vLLM's on a GPU."""
 LENGTHS = (
@@ -84,7 +84,7 @@ class Exact(Engines):
     """One model's engines, and prompts of which an engine alone decodes the last token.
 
     Prefill answers a prompt q alone. The prompt that is handed over is q and the first token of that answer: an engine alone
-    decodes that token over the KV cache of q, as decode does after a load. So the same kernels give all bits.
+    decodes that token over the KV cache of q, as decode does after a load, and the same kernels give all bits.
     """
 
     RIGHT_GAP_NATS = 0.1
@@ -282,7 +282,7 @@ def _rooms_under_way(server: EngineServer) -> int:
 @dataclass(frozen=True)
 class Case:
     kind: str
-    """Of the model; `graphs`: the first model, compiled, with CUDA graphs, as vLLM does by default."""
+    """The model's kind; `graphs`: the first model, compiled, with CUDA graphs, as vLLM does by default."""
     limit_s: float
     tried: Callable[[Models, Exact], dict[str, Any]]
 

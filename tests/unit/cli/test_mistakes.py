@@ -1,4 +1,4 @@
-"""What people mistype first, and the answer: the remedy is in it, and the exit code tells what kind of mistake it is."""
+"""The first things that people mistype. Each answer contains the remedy, and its exit code tells the kind of mistake."""
 
 import importlib.util
 import os
