@@ -114,12 +114,11 @@ class Pods:
         values |= {"PATH": ":".join(path), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         image = re.split("[:@]", container["image"].rpartition("/")[2])[0]
         command = [*(container.get("command") or ENTRYPOINTS[image]), *container.get("args", ())]
-        mounts = [
-            part for mount in container["volumeMounts"] for part in (str(volumes[mount["name"]]), mount["mountPath"])
-        ]
+        places = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        mounts = [part for place, volume in places.items() for part in (str(volume), place)]
         mounts += [str(self._programs), "/image"]
         for needed in {Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve(), ROOT}:
-            if needed.is_relative_to("/root"):
+            if any(needed.is_relative_to(hidden) for hidden in ("/root", *places)):  # a checkout may be below /tmp
                 mounts += [str(needed), str(needed)]
         root = self.folder / pod / f"root-of-{container['name']}"
         root.mkdir()
