@@ -24,6 +24,7 @@ from kvbridge.engine.sglang.pools import Buffer, RankPools, instance_geometry, r
 from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Room, Rooms, SentRoom
 
 LIMIT_S = 60.0
+THOROUGH = pytest.mark.thorough
 PAGE, PAGES, LAYERS, TOKEN_BYTES = 16, 8, 4, 512
 PROMPT = Prompt(3 * PAGE - 1, b"p")
 
@@ -139,7 +140,10 @@ def over(rooms: Sequence[Room], state: Poll) -> bool:
     return min(room.poll for room in rooms) == state
 
 
-@pytest.mark.parametrize(("prefill_split", "decode_split"), [((2, 1), (2, 1)), ((1, 2), (1, 1)), ((2, 2), (2, 1))])
+@pytest.mark.parametrize(
+    ("prefill_split", "decode_split"),
+    [*(pytest.param(*split, marks=THOROUGH) for split in (((2, 1), (2, 1)), ((1, 2), (1, 1)))), ((2, 2), (2, 1))],
+)
 def test_every_rank_gets_its_own_pages(
     serve: Callable[..., Server], prefill_split: tuple[int, int], decode_split: tuple[int, int]
 ) -> None:
@@ -197,7 +201,7 @@ def test_decodes_node_is_killed_while_ranks_are_written_to(serve: Callable[..., 
     assert torch.equal(decode.stack(0, 5, 0), prefill.stack(0, 1, 6))
 
 
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("side", [pytest.param(0, marks=THOROUGH), 1])
 def test_the_end_of_one_rank_ends_the_rooms_of_both_sides(serve: Callable[..., Server], side: int) -> None:
     prefill, decode = servers = serve(Role.PREFILL, tp_size=2), serve(Role.DECODE, tp_size=2)
     before = fetch(decode, prefill, 7, 7, 1, 2), hold(prefill, 7)

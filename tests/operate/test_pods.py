@@ -90,7 +90,7 @@ def wait(pods: Pods, what: str, look: Any) -> Any:
     return eventually(what, watched, START_S)
 
 
-@pytest.mark.parametrize("case", ["vllm", "sglang-tcp"])
+@pytest.mark.parametrize("case", ["vllm", pytest.param("sglang-tcp", marks=pytest.mark.thorough)])
 def test_a_router_finds_the_servers_by_bootstrap_and_calls_them_well(case: str) -> None:
     with release(case) as pods:
 
@@ -107,6 +107,7 @@ def test_a_router_finds_the_servers_by_bootstrap_and_calls_them_well(case: str) 
             assert answer.json()["instance"] == pod
 
 
+@pytest.mark.thorough
 def test_own_engines_have_their_daemon_and_bootstrap_outlives_the_redis_that_takes_writes() -> None:
     with release("own") as pods:
 
