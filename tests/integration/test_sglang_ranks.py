@@ -23,7 +23,8 @@ from kvbridge.engine.sglang import SGLANG
 from kvbridge.engine.sglang.pools import Buffer, RankPools, instance_geometry, rank_regions
 from kvbridge.engine.sglang.rooms import FetchedRoom, Poll, Prompt, Room, Rooms, SentRoom
 
-LIMIT_S = 60.0
+LIMIT_S, OFFER_S = 60.0, 20.0
+"""Prefill's own limit is the shorter one: a killed decode node may not have said that it comes."""
 THOROUGH = pytest.mark.thorough
 PAGE, PAGES, LAYERS, TOKEN_BYTES = 16, 8, 4, 512
 PROMPT = Prompt(3 * PAGE - 1, b"p")
@@ -54,7 +55,8 @@ class Server:
             for rank, held in self.pages.items()
         }
         cache = instance_geometry(pools, name="m", tp_size=tp_size, facts={"dtype": "uint8"})
-        place = NodePlace(SGLANG, role, f"test-{uuid.uuid4()}", {"transports": {"order": ["mooncake"]}})
+        settings = {"transports": {"order": ["mooncake"]}, "timeouts": {"offer_s": OFFER_S}}
+        place = NodePlace(SGLANG, role, f"test-{uuid.uuid4()}", settings)
         with ExitStack() as stack:
             self.node = open_node(NodePlan(place, cache, tp_size, dict.fromkeys(self.ranks, "cpu")))
             stack.callback(self.node.close)
