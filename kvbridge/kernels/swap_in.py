@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.costs import AGE_PLANES, MOST_HOT_ROWS, TALLIES
-from kvbridge.core.plan.pages import PageArray
+from kvbridge.core.plan.operations import PageArray
 from kvbridge.kernels.copies import array_at, copy_operations
 
 

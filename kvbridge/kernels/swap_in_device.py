@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbridge.core.geometry.costs import AGE_PLANES, TALLIES
-from kvbridge.core.plan.pages import PageArray
+from kvbridge.core.plan.operations import PageArray
 from kvbridge.kernels.copies import array_at
 from kvbridge.kernels.cuda import programs, runtime
 from kvbridge.kernels.cuda.staging import DeviceBytes

@@ -30,7 +30,7 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.costs import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
-from kvbridge.core.plan.pages import page_copies
+from kvbridge.core.plan.operations import page_copies
 from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.copies import StretchCopier

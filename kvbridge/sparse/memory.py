@@ -11,7 +11,7 @@ from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.costs import AGE_PLANES, TALLIES, SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.plan.pages import PageArray
+from kvbridge.core.plan.operations import PageArray
 from kvbridge.kernels.swap_in import LayerMemory, SwapInShape, SwapInState
 
 

@@ -22,8 +22,7 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.tiers import copy_pieces
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves
-from kvbridge.core.plan.operations import Operations
-from kvbridge.core.plan.pages import PageArray, find_runs
+from kvbridge.core.plan.operations import Operations, PageArray, find_runs
 from kvbridge.core.process import Closing
 from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime

@@ -16,8 +16,7 @@ from kvbridge.core.geometry.components import Component, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
-from kvbridge.core.plan.operations import Amounts, Section, add_amounts
-from kvbridge.core.plan.pages import split_rows
+from kvbridge.core.plan.operations import Amounts, Section, add_amounts, split_rows
 from kvbridge.core.plan.pairing import Demand, shortfall
 from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import to_wire

@@ -19,7 +19,7 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
 from kvbridge.core.ids import FrozenModel, IndexSpace, PageTable, Rank, Tables
-from kvbridge.core.plan.pages import split_rows
+from kvbridge.core.plan.operations import split_rows
 from kvbridge.core.wire import worker_messages
 from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.engine.views import PoolViews, RegionView, place_rows

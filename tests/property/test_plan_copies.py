@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.core.plan.operations import Amounts, Plan, Section, add_amounts
+from kvbridge.core.plan.operations import Amounts, Section, add_amounts
 from kvbridge.core.plan.pairing import Demand, Pairing, shortfall
-from kvbridge.core.plan.planner import plan
+from kvbridge.core.plan.planner import Plan, plan
 from tests.helpers.manifests import AddressSpace, Instance, Layout, moved
 from tests.helpers.rooms import all_rows, lane_rows
 

@@ -1,8 +1,7 @@
-"""The memory of one rank's components, which two ranks tell each other when they meet; the check of a manifest from outside.
+"""Manifests: the memory of one rank's components, as two ranks tell each other, and the check of one from outside.
 
-A region's pages lie in one or several *extents* (registered stretches of memory). No operation may cross the border of two extents,
-since a network card holds a key for each. `plan.pages.PageArray` computes the addresses of pages. `layer_first` and `page_first`
-layouts differ in stride only.
+The pages of a region lie in *extents*, which are registered apart. No operation may cross the border of two extents, since a
+network card holds a key for each. Layouts `layer_first` and `page_first` differ in stride only. `PageArray` computes addresses.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.ids import HOST_COPIES, IndexSpace
-from kvbridge.core.plan.pages import byte_intervals, split_rows
+from kvbridge.core.plan.operations import byte_intervals, split_rows
 
 PIECE_ALIGNMENT_BYTES = 16
 """Bytes that a GPU copies at once: pieces begin and end at multiples of it, which may take bytes of dead rows along."""

@@ -22,8 +22,7 @@ from pydantic import Field
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry, RowInterval
 from kvbridge.core.ids import MOST_PAGES, FrozenModel, MemoryKind, NonNegative, Positive, Tables
-from kvbridge.core.plan.operations import AddressArray, Section
-from kvbridge.core.plan.pages import IndexArray, split_rows
+from kvbridge.core.plan.operations import AddressArray, IndexArray, Section, split_rows
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
 from kvbridge.core.plan.planner import pages_to_send
 

@@ -20,7 +20,7 @@ from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.core.plan.pages import IndexArray, PageArray, PageSplit, byte_intervals, split_rows
+from kvbridge.core.plan.operations import IndexArray, PageArray, PageSplit, byte_intervals, split_rows
 
 if TYPE_CHECKING:
     from kvbridge.core.plan.planner import Band

@@ -18,9 +18,27 @@ import numpy as np
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Tables
-from kvbridge.core.plan.operations import Amount, Amounts, Operations, Plan, Section, cut_sizes
-from kvbridge.core.plan.pages import IndexArray, PageArray, PageSplit, find_runs, split_rows
+from kvbridge.core.plan.operations import (
+    Amount,
+    Amounts,
+    IndexArray,
+    Operations,
+    PageArray,
+    PageSplit,
+    Section,
+    cut_sizes,
+    find_runs,
+    split_rows,
+)
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Side
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The copies of one rank to one peer rank for one section of one request."""
+
+    operations: Operations
+    amounts: Amounts
 
 
 def plan(

@@ -2,7 +2,7 @@
 
 A `Region` (core.geometry.manifest) has the addresses of the pages of one component's layer. An `Extent` is a piece that is
 registered as a whole; pages of several regions may lie in it. An `Origin` (core.wire.messages) is the file or device
-allocation that other processes of the host open to reach an extent. A `PageArray` (core.plan.pages) computes addresses of pages.
+allocation that other processes of the host open to reach an extent. A `PageArray` (core.plan) computes addresses of pages.
 
 A *block* is one strided array: in the `layer_first` form one layer of one component, page after page; in the `page_first` forms
 (which place the same bytes, and differ in what copies them) all layers of all components of an index space, so a page id is one

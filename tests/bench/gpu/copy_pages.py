@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvbridge.core.plan.pages import PageArray, page_copies
+from kvbridge.core.plan.operations import PageArray, page_copies
 from kvbridge.kernels.copies import StretchCopier
 from kvbridge.kernels.cuda import runtime
 from tests.bench.gpu import timing

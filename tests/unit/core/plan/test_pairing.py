@@ -11,7 +11,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ComponentKind as Kind
 from kvbridge.core.ids import MOST_PAGES, IndexSpace as Space, Rank
 from kvbridge.core.plan import digests
-from kvbridge.core.plan.pages import byte_intervals, find_runs
+from kvbridge.core.plan.operations import byte_intervals, find_runs
 from kvbridge.core.plan.pairing import Demand, Pairing, Stripe, shortfall
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Digests

@@ -14,8 +14,7 @@ from kvbridge.core.geometry.components import ComponentKind, ComponentKind as Ki
 from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace as Space, PageTable, Rank
-from kvbridge.core.plan.operations import Operations, Section
-from kvbridge.core.plan.pages import NO_BORDERS, PageArray, page_copies
+from kvbridge.core.plan.operations import NO_BORDERS, Operations, PageArray, Section, page_copies
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import find_neighbours, plan
 from kvbridge.kernels.copies import StretchCopier
