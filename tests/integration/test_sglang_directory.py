@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import ConflictError
 from kvbridge.engine.sglang import directory as directory_module
 from kvbridge.engine.sglang.directory import (
+    CONNECTIONS,
     PATH,
     Announcement,
     GroupNode,
@@ -115,6 +118,24 @@ def test_no_address_that_a_request_names_keeps_another_server_unknown(
     finally:
         announcement.close()
         servers.close()
+
+
+def test_silent_connections_take_a_bounded_number_of_threads(directory: str) -> None:
+    """The directory is in the launcher of a server that people use; a client that is turned away asks again."""
+    host, _, port = directory.rpartition(":")
+    body = json.dumps({"bootstrap_rooms": [7]})
+    with ExitStack() as silent:
+        for _ in range(CONNECTIONS):
+            silent.enter_context(socket.create_connection((host, int(port)), 10))
+        eventually("the next one is closed", lambda: turned_away(directory, body))
+    eventually("a place is free", lambda: not turned_away(directory, body))
+
+
+def turned_away(directory: str, body: str) -> bool:
+    try:
+        return ask(directory, "POST", "/query_dp_ranks", body)[0] != 200
+    except (OSError, http.client.HTTPException):
+        return True
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST"])

@@ -32,7 +32,6 @@ log = structlog.get_logger(__name__)
 PAUSE_S, LONG_PAUSE_S = 0.05, 2.0
 """Pauses between two attempts to attach: while a node starts up, and while a person has to change something."""
 ATTEMPT_S = 5.0
-CLOSE_S = 2 * ATTEMPT_S
 ENGINES: dict[Role, type[Engine]] = {Role.PREFILL: PrefillEngine, Role.DECODE: DecodeEngine}
 
 
@@ -185,4 +184,4 @@ class NodeAttachment:
             self._closing = True
             self._changed.notify_all()
         if self._thread.ident is not None:
-            self._thread.join(CLOSE_S)
+            self._thread.join(2 * ATTEMPT_S)

@@ -38,7 +38,7 @@ from kvbridge.core.errors import WITH_LIBRARIES, ConfigError, ConflictError, Not
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.kit import Product
 from kvbridge.engine.kit.tensors import InstanceCache
-from kvbridge.processes import FIRST_PAUSE_S, RestartPause, child_environment, how_it_ended, module_command
+from kvbridge.processes import RestartPause, child_environment, how_it_ended, module_command
 from kvbridge.transport import is_installed
 
 log = structlog.get_logger(__name__)
@@ -57,9 +57,6 @@ LOOK_S = 0.02
 """Pause between two looks for a node that is starting."""
 DRAIN_S, KILL_S = 2.0, 5.0
 """Limits of `close`: after a first signal rooms may end, after a second one endpoints close; then the node is killed."""
-LAST_ENDS = 16
-"""Remembered ends of former nodes."""
-_STANDARD_ERROR = 2
 
 
 @dataclass(frozen=True)
@@ -276,36 +273,29 @@ def open_node(plan: NodePlan, *, timeout_s: float = START_S) -> Node:
     when the node ends instead, NotReadyError when it does not listen in time.
     """
     deadline_s = time.monotonic() + timeout_s
-    operated = plan.place.operated
-    node = OperatedNode(plan.place, operated) if operated is not None else _new_process(plan, deadline_s)
+    place, operated = plan.place, plan.place.operated
+    node: Node | None = None if operated is None else OperatedNode(place, operated)
     try:
         while True:
             try:
+                node = node or NodeProcess(plan)
                 node.endpoint()
+                break
             except NotReadyError:
                 if time.monotonic() >= deadline_s:
                     raise
-            else:
-                return node
+            except ConflictError as error:  # the node of an ended engine with the same id may be going
+                if time.monotonic() >= deadline_s:
+                    raise ConflictError(
+                        f"a {place.role} node of engine id '{place.engine_id}' runs on this host already ({error}); give each "
+                        f"{place.product.name} an engine_id of its own ({place.product.id_option}), or stop the other one"
+                    ) from error
             time.sleep(LOOK_S)
     except BaseException:
-        node.close()
+        if node is not None:
+            node.close()
         raise
-
-
-def _new_process(plan: NodePlan, deadline_s: float) -> NodeProcess:
-    """Start the node once the node of an ended engine with the same id is gone. Raises ConflictError."""
-    place = plan.place
-    while True:
-        try:
-            return NodeProcess(plan)
-        except ConflictError as error:
-            if time.monotonic() >= deadline_s:
-                raise ConflictError(
-                    f"a {place.role} node of engine id '{place.engine_id}' runs on this host already ({error}); give each "
-                    f"{place.product.name} an engine_id of its own ({place.product.id_option}), or stop the other one"
-                ) from error
-        time.sleep(FIRST_PAUSE_S)
+    return node
 
 
 class OperatedNode:
@@ -342,15 +332,14 @@ class NodeProcess:
         config, self._config_file, self._owned = write_node(plan)
         self.runtime_dir = config.runtime_dir
         remove_orphans(config.runtime_dir.parent, plan.place.product)
-        self._role = plan.place.role
-        self._engine = plan.place.product.name
+        self._role, self._engine = plan.place.role, plan.place.product.name
         self._changing = threading.Lock()
         """Held while a child is started or signalled, so that none is started after `close`."""
         self._closing = threading.Event()
         self._has_listened = False
         self._process: subprocess.Popen[bytes] | None = None
-        self.ends: deque[str] = deque(maxlen=LAST_ENDS)
-        """Unrequested ends of children, in words; the latest last."""
+        self.ends: deque[str] = deque(maxlen=16)
+        """The latest unrequested ends of children, in words; the last one last."""
         self._thread = threading.Thread(target=self._keep, name=f"kvbridge-{self._role}-node", daemon=True)
         self._thread.start()
 
@@ -400,7 +389,7 @@ class NodeProcess:
                 process = self._process = subprocess.Popen(
                     [*command, "--parent", str(os.getpid())],
                     stdin=subprocess.PIPE,  # the child ends when this pipe does
-                    stdout=_STANDARD_ERROR,
+                    stdout=2,  # standard error
                     env=child_environment(os.environ),
                     start_new_session=True,  # Ctrl-C is for the engine, which ends the child
                 )

@@ -33,7 +33,6 @@ end before they have blocks. A lost event costs nothing: the node refuses to fil
 IDLE_LOOK_S = 0.1
 """How often a node is asked for events while nothing is under way."""
 DIGEST_BYTES = 16
-_DOMAIN = b"kvbridge.prompt.1"
 
 
 def prompt_digest(
@@ -44,7 +43,7 @@ def prompt_digest(
     `tokens`: ids of the whole prompt. `adapter`: the LoRA adapter. `inputs`: hashes of multimodal inputs, in the prompt's order.
     `salt`: the salt of the request's cache.
     """
-    digest = hashlib.blake2b(_DOMAIN + len(inputs).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(b"kvbridge.prompt.1" + len(inputs).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
     for part in (adapter.encode(), salt.encode(), *(text.encode() for text in inputs)):
         digest.update(len(part).to_bytes(8, "little") + part)
     digest.update(np.asarray(tokens, dtype="<i8").tobytes())

@@ -30,7 +30,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, PeerError
 from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.kit import Guard
@@ -39,20 +39,15 @@ from kvbridge.engine.kit.node import START_S, Node, NodePlan, open_node
 from kvbridge.engine.memory import AdoptedWorker
 from kvbridge.engine.sglang.directory import Announcement, GroupNode, NodeDirectory, PrefillServers, generate
 from kvbridge.engine.sglang.instance import Instance, read_instance
-from kvbridge.engine.sglang.metadata import MetadataRows
 from kvbridge.engine.sglang.plugin import SHOWN
 from kvbridge.engine.sglang.pools import instance_geometry, rank_regions, read_pools, require_nameable
-from kvbridge.engine.sglang.rooms import ATTEMPT, FetchedRoom, Prompt, Rooms, SentRoom, prompt_of, room_of
+from kvbridge.engine.sglang.rooms import ATTEMPT, FetchedRoom, MetadataRows, Prompt, Rooms, SentRoom, prompt_of, room_of
 from kvbridge.telemetry.logs import leave_standard_output
 
 SPACES = {"swa": IndexSpace.SWA, "c128_state": IndexSpace.REQUEST}
 """The index space of each kind of state pages, by the values of SGLang's `StateType`, whose names differ between releases."""
 OTHER_RANK = "another rank of this server has failed the request, and says why in its log"
 RoomT = TypeVar("RoomT", SentRoom, FetchedRoom)
-
-
-class TransferError(Exception):
-    """The end of a transfer, in words that SGLang gives to the client."""
 
 
 class KvbridgeManager(BaseKVManager):
@@ -97,16 +92,9 @@ class KvbridgeManager(BaseKVManager):
         if instance.tp_size * instance.pp_size > 1:
             every = get_parallel().world_group.all_gather_object((instance.dp_rank, instance.rank, pools))
             ranks = {rank: told for group, rank, told in every if group == instance.dp_rank}
-        cache = instance_geometry(
-            ranks,
-            name=str(instance.facts["model_path"]),
-            tp_size=instance.tp_size,
-            facts={
-                **instance.facts,
-                "kv_cache_dtype": args.kv_cache_dtype_str,
-                "kv_layout": getattr(args, "kv_layout", None) or "none",
-            },
-        )
+        forms = {"kv_cache_dtype": args.kv_cache_dtype_str, "kv_layout": getattr(args, "kv_layout", None) or "none"}
+        facts, name = {**instance.facts, **forms}, str(instance.facts["model_path"])
+        cache = instance_geometry(ranks, name=name, tp_size=instance.tp_size, facts=facts)
         place = instance.place
         with ExitStack() as stack:
             if instance.runs_node:
@@ -248,7 +236,7 @@ class _OneRoom:
     def failure_exception(self) -> None:
         """Raise the reason. SGLang calls this on every rank when one of them says that the room has failed."""
         self.kv_mgr.rooms.give_up(self._room, OTHER_RANK)
-        raise TransferError(self._room.reason or OTHER_RANK)
+        raise PeerError(self._room.reason or OTHER_RANK)
 
     def clear(self) -> None:
         self.kv_mgr.rooms.forget(self._room)

@@ -30,6 +30,8 @@ FORGET_S = 600.0
 """A prefill server that no request has named for so long is not asked any more."""
 BODY_BYTES = 1 << 16
 """Limit of a registration and of an answer: clients name the servers that decode asks."""
+CONNECTIONS = 64
+"""Open connections of a directory, each of which has a thread. A further one is closed: its client asks again."""
 MOST_NAMED = 256
 """Prefill servers that are asked. The one that no request has named for longest makes room for another."""
 ROOMS_TOLD, ROOMS_KEPT = 1_000, 65_536
@@ -74,13 +76,28 @@ class PrefillServer(FrozenModel):
 class NodeDirectory(ThreadingHTTPServer):
     """The directory of one prefill server, in its launcher. SGLang makes it and never closes it."""
 
+    request_queue_size = CONNECTIONS
+
     def __init__(self, host: str, port: int) -> None:
         """Listen. Raises OSError when the port is taken."""
         self.nodes: dict[int, GroupNode] = {}
         self.group_of: dict[int, int] = {}
         """The data-parallel rank that computes a room, for the latest rooms."""
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
         super().__init__((host, port), _Handler)
         threading.Thread(target=self.serve_forever, name="kvbridge-directory", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 class _Handler(BaseHTTPRequestHandler):

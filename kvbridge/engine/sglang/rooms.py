@@ -7,6 +7,7 @@ node's events, and say `SUCCESS` until an event says otherwise: SGLang takes the
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import time
 from collections import deque
@@ -166,10 +167,6 @@ class Rooms:
         self._known = attachment.node
         self._next_look_s = 0.0
 
-    @property
-    def node(self) -> str:
-        return self.attachment.node
-
     def begin(self, room: Room) -> bool:
         """Take a room. Returns False, and fails the room, when another request has it."""
         if room.id in self._of:
@@ -199,8 +196,8 @@ class Rooms:
             room = self._of.get(event.room)
             if room is not None:
                 room.heard(event)
-        if self.node != self._known:
-            lost, self._known = self._known, self.node
+        if self.attachment.node != self._known:
+            lost, self._known = self._known, self.attachment.node
             self.ending.clear()
             for room in self._of.values() if lost else ():
                 room.lose(lost)
@@ -219,7 +216,7 @@ class Rooms:
 
     def say(self, room: Room, kind: Any, **fields: Any) -> bool:
         """Tell the node; False while there is none."""
-        if not self.node or not self.attachment.say(kind, room.id, **fields):
+        if not self.attachment.say(kind, room.id, **fields):
             return False
         room.told = True
         return True
@@ -247,7 +244,40 @@ class Rooms:
         self.attachment.leave()
 
 
-# ---------------------------------------------------------------------------------------------- prefill
+@dataclass(frozen=True)
+class MetadataRows:
+    """SGLang's MetadataBuffers (first token, log-probabilities, hidden states), whose rows travel as bytes of a room.
+
+    For each field, the address of its first row and the bytes of a row. Prefill sends the widths, too: a server with other widths
+    would read the fields at wrong places.
+    """
+
+    addresses: Sequence[int]
+    row_bytes: Sequence[int]
+
+    @property
+    def _head(self) -> bytes:
+        return np.array([len(self.row_bytes), *self.row_bytes], dtype="<u4").tobytes()
+
+    def read(self, row: int) -> bytes:
+        """Return a row: the number of fields and their widths as 32-bit integers, then the fields."""
+        fields = (
+            ctypes.string_at(at + row * width, width) for at, width in zip(self.addresses, self.row_bytes, strict=True)
+        )
+        return self._head + b"".join(fields)
+
+    def write(self, row: int, data: bytes) -> None:
+        """Write what `read` returned on the other side. Raises UnsupportedError when that side has other fields."""
+        head = self._head
+        if len(data) != len(head) + sum(self.row_bytes) or not data.startswith(head):
+            raise UnsupportedError(
+                f"prefill's metadata of a request are {len(data)} bytes with other fields than decode's {list(self.row_bytes)}: "
+                "start both servers with the same model, --speculative-algorithm and SGLANG_ENABLE_DISAGG_SAMPLING_MASK"
+            )
+        place = len(head)
+        for address, width in zip(self.addresses, self.row_bytes, strict=True):
+            ctypes.memmove(address + row * width, data[place : place + width], width)
+            place += width
 
 
 @dataclass(slots=True)
@@ -293,9 +323,6 @@ class SentRoom(Room):
         return PageTable(IndexSpace.FULL, np.ascontiguousarray(ids, dtype=np.int32), first)
 
 
-# ---------------------------------------------------------------------------------------------- decode
-
-
 @dataclass(slots=True)
 class FetchedRoom(Room):
     """A prompt that another server computes for this one."""
@@ -315,7 +342,7 @@ class FetchedRoom(Room):
         """
         if self.state is Poll.FAILED and self.may_be_written and not self.rooms.holds_back:
             return int(Poll.TRANSFERRING)
-        hears = self.told if self.rooms.leads else self.state is not Poll.BOOTSTRAPPING and self.rooms.node
+        hears = self.told if self.rooms.leads else self.state is not Poll.BOOTSTRAPPING and self.rooms.attachment.node
         return super(FetchedRoom, self).poll if hears or self.is_over else int(Poll.BOOTSTRAPPING)
 
     @property
@@ -327,7 +354,7 @@ class FetchedRoom(Room):
         """
         if not self.named or self.event is not None or (self.rooms.leads and not self.told):
             return False
-        return not self.lost or self.rooms.node in {"", self.lost}
+        return not self.lost or self.rooms.attachment.node in {"", self.lost}
 
     def fetch(self, prefill: Sequence[PeerAddress]) -> None:
         """Tell prefill that this server comes for the room: prefill waits without a limit."""

@@ -22,7 +22,6 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.daemon.layout import load_geometry, plan_memory
 from kvbridge.engine.kit import node as node_module
 from kvbridge.engine.kit.node import (
-    LAST_ENDS,
     NodePlace,
     NodePlan,
     NodeProcess,
@@ -220,7 +219,7 @@ def test_a_directory_that_is_removed_meanwhile_is_nobodys_and_can_be_had_at_the_
 def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -> None:
     """For example when no descriptor is left for a moment."""
     node, runs = NodeProcess.__new__(NodeProcess), iter([OSError("no descriptors are left"), "exit code 0"])
-    node._role, node.ends, node._closing = Role.DECODE, deque(maxlen=LAST_ENDS), threading.Event()
+    node._role, node.ends, node._closing = Role.DECODE, deque(), threading.Event()
     node._closing.wait = lambda *_: False
 
     def run() -> str:
