@@ -93,8 +93,9 @@ class KvbridgeManager(BaseKVManager):
             every = get_parallel().world_group.all_gather_object((instance.dp_rank, instance.rank, pools))
             ranks = {rank: told for group, rank, told in every if group == instance.dp_rank}
         forms = {"kv_cache_dtype": args.kv_cache_dtype_str, "kv_layout": getattr(args, "kv_layout", None) or "none"}
-        facts, name = {**instance.facts, **forms}, str(instance.facts["model_path"])
-        cache = instance_geometry(ranks, name=name, tp_size=instance.tp_size, facts=facts)
+        cache = instance_geometry(
+            ranks, name=instance.facts["model_path"], tp_size=instance.tp_size, facts={**instance.facts, **forms}
+        )
         place = instance.place
         with ExitStack() as stack:
             if instance.runs_node:
