@@ -9,7 +9,7 @@ from pydantic import Field
 from kvbridge.api.directory import InstanceView
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role
 from kvbridge.core.prefixes import Evicted, ModelIdentity
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageState
 from kvbridge.telemetry.problems import Moment, Problem
 from kvbridge.telemetry.recent import PeerTraffic
 

@@ -27,7 +27,7 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import IndexSpace, NonNegative, PageIdArray, Rank
 from kvbridge.daemon.layout import NodeLayout, load_geometry, plan_memory
 from kvbridge.doctor.findings import size
-from kvbridge.pool.accounts.allocator import RunAllocator
+from kvbridge.pool.accounts.spaces import RunAllocator
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 

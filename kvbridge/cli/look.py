@@ -23,7 +23,7 @@ from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.loading import read_token
 from kvbridge.core.errors import BridgeError, ConfigError, UnknownRoomError
 from kvbridge.core.session.tables import RoomState
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageState
 
 KindT = TypeVar("KindT", bound=BaseModel)
 FoundT = TypeVar("FoundT")

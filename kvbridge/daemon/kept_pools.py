@@ -35,8 +35,7 @@ from kvbridge.daemon.kept_journal import (
     header_bytes,
 )
 from kvbridge.kernels.digest import raw_checksums
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook
 from kvbridge.tier.host_copies import HostCopies
 from kvbridge.tier.keys import Keys
 

@@ -32,8 +32,7 @@ from kvbridge.core.process import Clock, moment, monotonic
 from kvbridge.node.admission_queue import AdmissionQueue, Waiting
 from kvbridge.node.room import OVER_HTTP, AdmittingEngine
 from kvbridge.node.rooms import Rooms
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook, PageState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.facts import EventStream, RequestAnswered, RequestRefused, RequestWaited
 
@@ -103,7 +102,7 @@ class AdmissionController:
         self._rooms, self._book, self._limits = rooms, book, limits
         self._events, self._clock, self._draw = events, clock, draw
         self._in_use = rooms.book.in_use
-        self._spaces = tuple(space for space in book.owned_spaces() if space in REQUEST_SPACES)
+        self._spaces = tuple(space for space in book.owned_spaces if space in REQUEST_SPACES)
         self._queue: AdmissionQueue[_WaitingRequest] = AdmissionQueue(
             max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
         )
@@ -114,7 +113,7 @@ class AdmissionController:
         self.closed = ""
         """Why nobody is admitted any more; empty while requests are."""
         self._serving_soon = False
-        book.watch(self)
+        book.watchers.append(self)
 
     # ------------------------------------------------------------------ admission
 

@@ -21,8 +21,7 @@ from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
 from kvbridge.node.rooms import WORKER_GONE
 from kvbridge.node.workers import WorkerSet
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook
 from kvbridge.telemetry.facts import CopyEnded, EventStream
 from kvbridge.tier.host_copies import Backup, BackupController
 

@@ -20,7 +20,7 @@ import structlog
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.ids import Pages
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageState
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.client import Operation, StoreClient
 from kvbridge.tier.stores.objects import BATCH_LIMIT, Outcome, Verb, linked, part_keys

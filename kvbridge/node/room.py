@@ -19,7 +19,7 @@ from kvbridge.core.prefixes import Retention
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.engine_messages import Begin, Claim
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from kvbridge.telemetry.context import TraceContext
 from kvbridge.tier.keys import KEY_BYTES, NO_KEYS, Keys
 

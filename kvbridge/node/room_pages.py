@@ -23,8 +23,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import Loaded
 from kvbridge.node.room import Load, Quarantine, Room
 from kvbridge.node.stored_prefixes import StoredPrefixes
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageBook, PageState
 from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, EventStream, PrefixMatched, RoomQuarantined
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
@@ -72,7 +71,7 @@ class RoomPages:
     @property
     def hands_over(self) -> bool:
         """Decode: whether no page of a room is this node's own: a committed room is then the engine's without a claim."""
-        return not self.book.owned_spaces()
+        return not self.book.owned_spaces
 
     def needed(self, tokens: int, prompt_tokens: int) -> dict[IndexSpace, int]:
         """Return the pages to give out for `tokens` tokens. Raises InvalidInputError when the pools are too small for them."""
@@ -80,7 +79,7 @@ class RoomPages:
         needed = pages_needed(settings.geometry, tokens=tokens, prompt_tokens=prompt_tokens, host=settings.host)
         check_demand(needed)
         self.book.require_possible(needed)
-        owned = self.book.owned_spaces()
+        owned = self.book.owned_spaces
         needed = {space: count for space, count in needed.items() if space in owned}
         if not self.computes and IndexSpace.REQUEST in owned:
             needed.setdefault(IndexSpace.REQUEST, 1)  # a slot of the hot buffer, where the model's own state needs none

@@ -23,8 +23,7 @@ from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.messages import SharedRegion
 from kvbridge.node.prefix_fetch import CHECKPOINTS, ORDER_PAGES, PAGES, PrefixFetch
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook
 from kvbridge.tier.host_copies import HostCopies, PinnedCopies
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache

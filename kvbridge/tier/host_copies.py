@@ -21,8 +21,7 @@ from kvbridge.config.tier import BackupPolicy, HostBackup
 from kvbridge.core.errors import BridgeError, CapacityError, NotFoundError
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageIdArray, PageMoves, Pages
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex, Reader
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray, join, without_empty

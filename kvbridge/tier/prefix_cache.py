@@ -23,8 +23,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.core.prefixes import Evicted
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner, PageBook
 from kvbridge.tier.host_copies import BackupController, HostCopies, cache_inserted
 from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex, Reader
 from kvbridge.tier.keys import Keys, Link
@@ -95,7 +94,7 @@ class PrefixCache:
         self.retention_refused = 0
         """Owners whose claims do not count, because their namespace, or all, retained as many pages as they may."""
         self.evicted_checkpoints = 0
-        book.use_cache(self)
+        book.page_cache = self
 
     def admit(
         self, owner: Owner, keys: Keys, demand: Demand, *, at_most: int | None = None, from_checkpoint: bool = False

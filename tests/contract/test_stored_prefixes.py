@@ -23,8 +23,7 @@ from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.prefixes import Evicted
 from kvbridge.node.prefix_fetch import ORDER_PAGES
 from kvbridge.node.stored_prefixes import StoredPrefixes
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook, PageState
 from kvbridge.pool.memory.layout import RankPart, copy_placement
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.index import PrefixIndex

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvbridge.pool.accounts.allocator import RunAllocator, runs_of
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import AdoptedSpace, PageState
+from kvbridge.core.ids import Pages
+from kvbridge.pool.accounts.book import PageBook, PageState
+from kvbridge.pool.accounts.spaces import AdoptedSpace, RunAllocator, runs_of
 
 
 def check_book(book: PageBook) -> None:
@@ -12,7 +12,11 @@ def check_book(book: PageBook) -> None:
     holdings = book._holdings.values()
     for holding in holdings:
         assert (holding.state is PageState.QUARANTINED) == bool(holding.reasons), holding
-    assert book._count(holdings) == book._in_state, "pages by state, counted again, differ from the book"
+    for space, states in book._in_state.items():
+        counted = {
+            state: sum(len(one.pages.get(space, ())) for one in holdings if one.state is state) for state in states
+        }
+        assert counted == states, f"{space}: pages by state, counted again, differ from the book"
     for space, account in book._spaces.items():
         owned = np.concatenate([np.empty(0, np.int32), *(each.pages.get(space, ()) for each in holdings)]).astype(int)
         read = np.concatenate([np.empty(0, np.int32), *(each.shared.get(space, ()) for each in holdings)]).astype(int)
@@ -30,6 +34,11 @@ def check_book(book: PageBook) -> None:
             assert int(account._is_cached.sum()) == account.cached
             assert not (account._is_free & account._is_cached).any()
         assert sum(book.counts()[space].values()) == account.page_count, f"{space}: {book.counts()[space]}"
+
+
+def cached_pages(book: PageBook) -> Pages:
+    """Return every cached page of the owned spaces."""
+    return {space: np.flatnonzero(book._spaces[space]._is_cached).astype(np.int32) for space in book.owned_spaces}
 
 
 def check_allocator(allocator: RunAllocator) -> None:

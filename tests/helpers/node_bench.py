@@ -24,8 +24,7 @@ from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageBook, PageState
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys

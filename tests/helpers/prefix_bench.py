@@ -6,8 +6,7 @@ from itertools import count
 import numpy as np
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache

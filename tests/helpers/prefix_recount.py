@@ -2,19 +2,20 @@
 
 import numpy as np
 
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.records import _UNUSED, NO_RECORD, Records, join
 from kvbridge.tier.residence import Residence
 from kvbridge.tier.victims import Retentions
+from tests.helpers.accounts import cached_pages
 
 
 def check_cache(cache: PrefixCache) -> None:
     """Check the index of a cache, and compare it with the page book and with the readers."""
     index, copies = cache.index, cache.copies
     check_index(index)
-    cached, known = cache._book.cached_pages(), index.all_pages()
+    cached, known = cached_pages(cache._book), index.all_pages()
     for space in cached.keys() | known.keys():
         differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
         assert not len(differing), f"pages of {space} are cached or in the index, not both: {differing.tolist()[:8]}"

@@ -35,8 +35,7 @@ from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room import Room
 from kvbridge.node.workers import WorkerState
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.telemetry import facts
 from tests.helpers.manifests import new_region
 

@@ -9,7 +9,7 @@ from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prefill.room import PrefillRoom
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.rooms import ADDRESS, PAGE, R0, R1
 from tests.helpers.simulated_memory import RANKS, EnginePool, Label, Memory, keys_of, label, write, wrong_pages

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from kvbridge.core.errors import BridgeError, CapacityError
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.worker_messages import Send
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.rooms import PAGE, R0, R1
 

@@ -44,8 +44,7 @@ from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.workers import WorkerState
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner, PageBook
 from kvbridge.telemetry.facts import EventStream
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, PREFILL_LIMITS, R0, EngineVerbs, manifest, welcome_of
 from tests.helpers.simulated_memory import GARBAGE, PAGES, RANKS, EnginePool, Memory, pages_sent

@@ -13,7 +13,7 @@ from kvbridge.core.wire.engine_messages import Fetch, Hold, RoomEvent
 from kvbridge.engine.link import RoomCall
 from kvbridge.engine.vllm.requests import Request, Source, params_of
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from tests.helpers.room_simulation import World
 from tests.helpers.rooms import ADDRESS, PAGE, R0
 from tests.helpers.simulated_memory import GARBAGE, RANKS

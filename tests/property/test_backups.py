@@ -16,8 +16,9 @@ from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.node.backups import Backups
 from kvbridge.node.workers import WorkerSet, WorkerState
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageState
 from kvbridge.telemetry.facts import CopyEnded
+from tests.helpers.accounts import cached_pages
 from tests.helpers.examples import fewer
 from tests.helpers.node_bench import WorkerBench
 from tests.helpers.prefix_bench import keys
@@ -157,7 +158,7 @@ class BackupsMachine(RuleBasedStateMachine):
     @invariant()
     def what_may_be_written_is_nobodys(self) -> None:
         """Neither free, where the next order would get it, nor cached, where a room would read it."""
-        held = set(self.bench.tier.book.cached_pages()[HOST_COPY].tolist())
+        held = set(cached_pages(self.bench.tier.book)[HOST_COPY].tolist())
         free = self.bench.tier.book.counts()[HOST_COPY][PageState.FREE]
         written: set[int] = set()
         for number, ranks in self.writing.items():
@@ -174,7 +175,7 @@ class BackupsMachine(RuleBasedStateMachine):
         for number in done:
             [move] = self.order(number).moves
             copied |= set(tables_from_wire((move.twins,))[HOST_COPY].ids.tolist())
-        assert set(self.bench.tier.book.cached_pages()[HOST_COPY].tolist()) <= copied
+        assert set(cached_pages(self.bench.tier.book)[HOST_COPY].tolist()) <= copied
 
     def teardown(self) -> None:
         """Every worker ends and comes again: whatever they did is over."""

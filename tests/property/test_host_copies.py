@@ -17,13 +17,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvbridge.core.errors import CapacityError, ConflictError
 from kvbridge.core.ids import HOST_COPIES, IndexSpace
 from kvbridge.core.prefixes import Evicted
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook, PageState
 from kvbridge.tier.events import CacheFeed
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
-from tests.helpers.accounts import check_book
+from tests.helpers.accounts import cached_pages, check_book
 from tests.helpers.examples import fewer
 from tests.helpers.kv_subscriber import CHECKPOINTS, PAGES as PAGES_OF_PROMPTS, Subscriber, hashes
 from tests.helpers.manual_clock import ManualClock
@@ -128,7 +127,7 @@ class CopyMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.book, self.index, clock=self.clock, restores=restores)
         self.feed, self.router = CacheFeed(self.index, 256), Subscriber()
         self.cache.copies.watch(self)
-        self.book.watch(self)
+        self.book.watchers.append(self)
         self.told: Counter[IndexSpace] = Counter()
         self.entries: list[Entry] = []
         self.rooms: dict[Owner, Room] = {}
@@ -214,7 +213,7 @@ class CopyMachine(RuleBasedStateMachine):
     def notice_evictions(self, free_before, demand):
         """A page that is not where it was had no reader there, and was needed."""
         short = {space for space, count in demand.items() if count > free_before[space]}
-        cached = self.book.cached_pages()
+        cached = cached_pages(self.book)
         for entry in list(self.entries):
             for space, ends in ((FULL, SWA), (FULL_COPY, SWA_COPY)):
                 if space in entry.pages and entry.pages[space] not in cached[space]:

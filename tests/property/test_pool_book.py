@@ -7,9 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, InvalidInputError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.allocator import RunAllocator
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
+from kvbridge.pool.accounts.spaces import RunAllocator
 from tests.helpers.accounts import check_allocator, check_book
 from tests.helpers.examples import fewer
 
@@ -49,7 +48,7 @@ class BookMachine(RuleBasedStateMachine):
         super().__init__()
         self.book = PageBook(OWNED, adopted=ADOPTED)
         self.cache = Cache()
-        self.book.use_cache(self.cache)
+        self.book.page_cache = self.cache
         self.shared: dict[Owner, set[int]] = {}
         self.pages: dict[Owner, dict[IndexSpace, list[int]]] = {}
         self.state: dict[Owner, PageState] = {}
@@ -314,7 +313,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         check_allocator(self.allocator)
         assert self.allocator.free == len(self.free)
         assert len(self.allocator._length_at_start) == len(run_lengths(self.free))
-        assert self.allocator.largest_run == max(run_lengths(self.free), default=0)
+        assert max(self.allocator._lengths, default=0) == max(run_lengths(self.free), default=0)
 
 
 TestAllocator = AllocatorMachine.TestCase

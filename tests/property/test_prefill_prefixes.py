@@ -12,6 +12,7 @@ from kvbridge.core.errors import CapacityError
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.messages import WireTable
 from kvbridge.node.prefill.room import PrefillRoom
+from tests.helpers.accounts import cached_pages
 from tests.helpers.examples import fewer
 from tests.helpers.node_bench import FULL, HISTORY, SWA, PrefixBench, ids, keys_of
 from tests.helpers.prefix_recount import check_cache
@@ -79,7 +80,7 @@ class PrefillNode(RuleBasedStateMachine):
     def look_at(self, number: int) -> None:
         """A begun room's prefix is what it says, and has not been evicted."""
         pages, keys = self.begun[number], keys_of(self.rooms[number])
-        whole, cached = pages.computed_tokens // PAGE, self.bench.book.cached_pages()
+        whole, cached = pages.computed_tokens // PAGE, cached_pages(self.bench.book)
         assert set(ids(pages)[:whole]) <= set(cached[FULL].tolist())
         assert [self.full[page] for page in ids(pages)[:whole]] == [keys[at] for at in range(whole)]
         assert (pages.restore is None) is (not whole)
@@ -99,7 +100,7 @@ class PrefillNode(RuleBasedStateMachine):
         windows = next(page_ids(table) for table in pages.tables if table.space is SWA)
         own = ids(pages)[pages.computed_tokens // PAGE :]
         written = [page for one in pages.checkpoints for page in page_ids(one.table)] if leaves else []
-        cached = self.bench.book.cached_pages()
+        cached = cached_pages(self.bench.book)
         assert not set(own) & set(cached.get(FULL, np.empty(0)).tolist())
         assert not {*windows, *written} & set(cached.get(SWA, np.empty(0)).tolist())
         if not finishes:

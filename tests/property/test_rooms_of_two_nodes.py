@@ -18,7 +18,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.decode import DecodeState
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageState
 from kvbridge.tier.keys import Keys
 from tests.helpers.examples import fewer
 from tests.helpers.room_simulation import BEGUN, STAGES, World

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from tests.helpers.examples import fewer
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_memory import RANKS

@@ -28,7 +28,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.node.workers import WorkerSet
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from kvbridge.telemetry.facts import EventStream, FenceBegan, WritersShutOut
 
 if TYPE_CHECKING:

@@ -302,7 +302,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
         if room.state not in {DecodeState.AWAITING_PAGES, DecodeState.INTENDED}:
             raise ConflictError(f"room {room.room} does not wait for pages (state '{room.user_state}')")
-        if ours := tables.keys() & set(self.pages.book.owned_spaces()):
+        if ours := tables.keys() & set(self.pages.book.owned_spaces):
             raise InvalidInputError(f"{min(ours)} pages belong to the daemon; provide pages of the other spaces only")
         page = self.geometry.tokens_per_page
         if prefix_tokens > room.prompt_tokens or prefix_tokens % page:

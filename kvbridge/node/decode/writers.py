@@ -33,7 +33,7 @@ from kvbridge.node.decode.fence import ALL, Fence
 from kvbridge.node.decode.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.decode.room import ASKED, DecodeRoom, FromPrefill, WriterNode
 from kvbridge.node.room import end_differs
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from kvbridge.pool.memory.layout import stage_layers
 from kvbridge.telemetry.facts import PromptNotKept, RankReceived, RoomRerouted
 

@@ -18,7 +18,7 @@ from kvbridge.core.wire.engine_messages import Checkpoint
 from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
 from kvbridge.node.prefill.room import PrefillRoom
 from kvbridge.node.room_pages import RoomPages
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageState
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,28 +13,80 @@ use of its other pages is unknown, so "free" means "not given to kvbridge" there
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from enum import StrEnum
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
-from kvbridge.pool.accounts.allocator import RunAllocator
-from kvbridge.pool.accounts.pages import (
-    TRANSITIONS,
-    AdoptedSpace,
-    Counts,
-    Owner,
-    PageCache,
-    PageState,
-    PageWatcher,
-)
+from kvbridge.pool.accounts.spaces import AdoptedSpace, RunAllocator
 
+Counts = Mapping[IndexSpace, int]
 SpaceT = TypeVar("SpaceT", RunAllocator, AdoptedSpace)
+NO_ROOM = -1
+
+
+class PageState(StrEnum):
+    """The state of a page."""
+
+    FREE = "free"
+    HELD = "held"
+    """The owner alone uses it: an engine, or a room before and after its transfer."""
+    LEASED = "leased"
+    """A transfer may read it (prefill) or a peer may write it (decode)."""
+    QUARANTINED = "quarantined"
+    """A transfer that ended badly may still read or write it."""
+    CACHED = "cached"
+    """It holds a prefix that several may read and nobody may write. It has no owner and no lease."""
+
+
 _F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
+
+TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
+    _F: frozenset({_H, _L}),
+    _H: frozenset({_F, _L, _Q, _C}),
+    _L: frozenset({_H, _Q}),
+    _Q: frozenset({_F}),
+    _C: frozenset({_F}),
+}
+"""The states that each state can become. Only `release_quarantined` ends a quarantine.
+
+In an adopted space a page counts as cached while some room reads it and no room writes it, whatever its state was before.
+"""
+
+
+class Owner(NamedTuple):
+    """One attempt at one request: a room with its generation. With `NO_ROOM`, the copy between tiers of that number."""
+
+    room: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"copy {self.generation}" if self.room == NO_ROOM else f"room {self.room} generation {self.generation}"
+
+
+class PageCache(Protocol):
+    """Knows the content and the readers of cached pages. The book calls it within a reservation; it calls nothing back."""
+
+    def evictable(self) -> Counts:
+        """Return the number of cached pages of each space that `evict` can give up at once, all of them together."""
+
+    def evict(self, lacking: Counts) -> Mapping[IndexSpace, PageIdArray]:
+        """Forget at least `lacking` evictable pages of each space, and return the forgotten pages."""
+
+
+class PageWatcher(Protocol):
+    """The book calls it within a change; it calls nothing back."""
+
+    def freed(self, pages: Counts) -> None:
+        """These numbers of pages of each space have become available: free, or cached without a reader."""
+
+    def gone(self, owner: Owner) -> None:
+        """The owner has no pages any more. The book has called `freed` with their numbers before."""
 
 
 @dataclass(slots=True)
@@ -48,44 +100,42 @@ class _Holding:
     reasons: set[str] = field(default_factory=set)
     """Reasons of its quarantine; empty otherwise."""
 
+    def why(self) -> str:
+        return f" ({', '.join(sorted(self.reasons))})" if self.reasons else ""
+
 
 class PageBook:
     """The accounts of one node. Not thread-safe: only the node's loop uses it."""
 
     def __init__(self, owned: Counts, *, adopted: Counts | None = None) -> None:
         """`owned`: pages of each space from which this node allocates; `adopted`: of each from which an engine does."""
-        both = owned.keys() & (adopted or {}).keys()
-        if both:
-            raise InvalidInputError(f"spaces {sorted(both)} cannot be both owned and adopted")
+        adopted = adopted or {}
+        if owned.keys() & adopted.keys() or not (owned or adopted):
+            raise InvalidInputError(
+                f"a page book needs index spaces, each owned or adopted, got {sorted(owned)} and {sorted(adopted)}"
+            )
         self._spaces: dict[IndexSpace, RunAllocator | AdoptedSpace] = {
-            space: RunAllocator(count, name=str(space)) for space, count in owned.items()
+            space: RunAllocator(count, name=f"space '{space}'") for space, count in owned.items()
         }
-        self._spaces |= {space: AdoptedSpace(space, count) for space, count in (adopted or {}).items()}
-        if not self._spaces:
-            raise InvalidInputError("a page book needs at least one index space")
+        self._spaces |= {space: AdoptedSpace(space, count) for space, count in adopted.items()}
+        self.owned_spaces = tuple(owned)
+        """The spaces that this node allocates from."""
         self._holdings: dict[Owner, _Holding] = {}
-        self._in_state = self._count([])
+        self._in_state = {space: dict.fromkeys((_H, _L, _Q), 0) for space in self._spaces}
         """Pages that owners have, by space and state, so that a refusal need not count them."""
         self._ending: set[Owner] = set()
-        self._watchers: list[PageWatcher] = []
-        self._cache: PageCache | None = None
-
-    def use_cache(self, cache: PageCache) -> None:
-        """Let `cache` choose the cached pages to evict."""
-        self._cache = cache
-
-    def watch(self, watcher: PageWatcher) -> None:
-        """Call `watcher` from now on."""
-        self._watchers.append(watcher)
+        self.watchers: list[PageWatcher] = []
+        self.page_cache: PageCache | None = None
+        """Chooses the cached pages to evict; None: no page is cached."""
 
     # ------------------------------------------------------------------------------------- getting pages
 
     def reserve(self, owner: Owner, demand: Counts, *, state: PageState = _H, scattered: Counts | None = None) -> Pages:
         """Give a new owner pages of owned spaces, all or nothing, in every space in as few runs as possible.
 
-        The last `scattered` pages of a space come from short runs and leave the long runs to others. Evicts cached pages without a
-        reader where there are too few free pages, and none when that would not help. Raises CapacityError when the pages are not
-        available now, InvalidInputError when the pool is too small for them, ConflictError when the owner has pages already.
+        The last `scattered` pages of a space come from short runs and leave the long runs to others. Where there are too few free
+        pages, cached ones without a reader are evicted; none when that would not help. Raises CapacityError when the pages are
+        not available now, InvalidInputError when the pool is too small for them, ConflictError when the owner has pages.
         """
         if owner in self._holdings:
             raise ConflictError(f"{owner} has pages already ({self.state(owner)})")
@@ -128,21 +178,27 @@ class PageBook:
         for space, ids in written.items():
             taken = self._space(space, AdoptedSpace).in_use(ids)
             if len(taken):
-                others = " and ".join(
-                    str(one)
-                    for one, had in self._holdings.items()
+                others = [
+                    each
+                    for each, had in self._holdings.items()
                     if taken[0] in had.pages.get(space, ()) or taken[0] in had.shared.get(space, ())
-                )
+                ]
                 raise ConflictError(
-                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give the "
-                    "page away before that is over, and has to name pages of its own prefix cache as the prefix of their readers"
+                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {' and '.join(map(str, others))}; the "
+                    "engine must not give the page away before that is over, and has to name pages of its own prefix cache as the "
+                    "prefix of their readers"
                 )
-        for space, ids in read.items() if written_by_peers else ():
-            writer = self._in_transfer(space, self._space(space, AdoptedSpace).written(ids))
-            if writer is not None:
+        for space, wanted in read.items() if written_by_peers else ():
+            ids = self._space(space, AdoptedSpace).written(wanted)
+            writers = [
+                each
+                for each, had in self._holdings.items()
+                if had.state is not _H and np.isin(ids, had.pages.get(space, ids[:0])).any()
+            ]
+            if writers:
                 raise ConflictError(
-                    f"{owner}: pages of adopted space '{space}' that are to be its prefix are {self.state(writer)}, a peer may "
-                    f"still write them for {writer}; the engine must not take them for a prefix before that is committed"
+                    f"{owner}: its prefix has pages of adopted space '{space}' that are {self.state(writers[0])}: a peer may still "
+                    f"write them for {writers[0]}; the engine must not take them for a prefix before that is committed"
                 )
         holding = self._holdings.setdefault(owner, _Holding(_H))
         for space, ids in read.items():
@@ -153,12 +209,6 @@ class PageBook:
         for space, ids in written.items():
             self._space(space, AdoptedSpace).mark(ids)
         return self._enter(owner, written)
-
-    def _in_transfer(self, space: IndexSpace, ids: PageIdArray) -> Owner | None:
-        touched = (
-            (owner, had.pages.get(space, ids[:0])) for owner, had in self._holdings.items() if had.state is not _H
-        )
-        return next((owner for owner, pages in touched if np.isin(ids, pages).any()), None) if len(ids) else None
 
     # ------------------------------------------------------------------------------------- the page cache
 
@@ -192,9 +242,8 @@ class PageBook:
 
     def became_available(self, pages: Counts) -> None:
         """Tell watchers how many pages, which had readers until now, can be evicted or are free."""
-        if any(pages.values()):
-            for watcher in self._watchers:
-                watcher.freed(pages)
+        for watcher in self.watchers if any(pages.values()) else ():
+            watcher.freed(pages)
 
     # ------------------------------------------------------------------------------------- changing states
 
@@ -205,36 +254,25 @@ class PageBook:
         the pages are not in `from_state`, or for another transition.
         """
         holding = self._of(owner)
-        if holding.state is not from_state:
+        if holding.state is not from_state or {from_state, to_state} != {_H, _L}:
             raise ConflictError(
-                f"{owner}: pages are {holding.state}, not {from_state}, and cannot be moved to {to_state}"
-            )
-        if {from_state, to_state} != {_H, _L}:
-            raise ConflictError(
-                f"{owner}: pages cannot be moved from {from_state} to {to_state}; pages become free by free(), "
-                f"quarantined by quarantine() and leave quarantine by release_quarantined()"
+                f"{owner}: {holding.state} pages cannot be moved from {from_state} to {to_state}, only between held and leased; "
+                "see free(), quarantine() and release_quarantined()"
             )
         self._shift(holding, to_state)
 
     def free(self, owner: Owner) -> int:
-        """Free all pages of an owner, which must be held, and forget the owner; return their number.
-
-        Raises ConflictError while they are leased or quarantined, NotFoundError when the owner has none.
-        """
+        """Free all pages of an owner, and forget the owner; return their number. Raises ConflictError unless the pages are held."""
         holding = self._of(owner)
         if holding.state is not _H:
-            reasons = f" ({', '.join(sorted(holding.reasons))})" if holding.reasons else ""
             raise ConflictError(
-                f"{owner}: {holding.state} pages cannot be freed, a transfer may still touch them{reasons}; end the lease or the "
-                "quarantine first"
+                f"{owner}: {holding.state} pages cannot be freed, a transfer may still touch them{holding.why()}; end the lease or "
+                "the quarantine first"
             )
         return self._forget(owner)
 
     def quarantine(self, owner: Owner, reason: str) -> None:
-        """Keep an owner's pages from any use until `release_quarantined`.
-
-        `reason` tells operators what may still touch the pages; later reasons are added.
-        """
+        """Keep an owner's pages from any use until `release_quarantined`; `reason` tells operators what may still touch them."""
         if not reason:
             raise InvalidInputError(f"{owner}: a quarantine needs a reason")
         holding = self._of(owner)
@@ -280,34 +318,22 @@ class PageBook:
 
     def available_pages(self) -> dict[IndexSpace, int]:
         """Return the number of pages of each space that a reservation can have: free ones, and cached ones without a reader."""
-        evictable = self._evictable()
+        evictable: Counts = {} if self.page_cache is None else self.page_cache.evictable()
         return {space: account.free + evictable.get(space, 0) for space, account in self._spaces.items()}
-
-    def cached_pages(self) -> Pages:
-        """Return every cached page of the owned spaces."""
-        return {space: self._space(space, RunAllocator).cached_ids() for space in self.owned_spaces()}
-
-    def owned_spaces(self) -> tuple[IndexSpace, ...]:
-        """Return the spaces that this node allocates from."""
-        return tuple(space for space, account in self._spaces.items() if isinstance(account, RunAllocator))
 
     def require_possible(self, demand: Counts, *, of: object = "the request") -> None:
         """Raise InvalidInputError when `of` asks for more pages than the pool has."""
         for space, count in demand.items():
             if space not in self._spaces:
-                raise InvalidInputError(f"{of}: needs pages of '{space}', which this node does not have")
-            page_count = self._spaces[space].page_count
-            if count > page_count:
+                raise InvalidInputError(f"{of} needs pages of '{space}', which this node does not have")
+            if count > (page_count := self._spaces[space].page_count):
                 raise InvalidInputError(
-                    f"{of}: needs {count} pages of '{space}', the whole pool has {page_count}; "
-                    f"enlarge the pool or shorten the request"
+                    f"{of} needs {count} pages of '{space}', and the whole pool has {page_count}; enlarge the pool or shorten "
+                    "the request"
                 )
 
     def pages_being_released(self) -> dict[IndexSpace, int]:
-        """Return the number of pages of each space that ending owners will soon free.
-
-        Quarantined pages do not count: nobody knows when they will be free.
-        """
+        """Return the number of pages of each space that ending owners will soon free, without quarantined ones."""
         found = dict.fromkeys(self._spaces, 0)
         for owner in self._ending:
             for space, ids in self._of(owner).pages.items():
@@ -331,9 +357,7 @@ class PageBook:
     def _growable(self, owner: Owner) -> _Holding:
         holding = self._of(owner)
         if holding.state is _Q:
-            raise ConflictError(
-                f"{owner}: its pages are quarantined ({', '.join(sorted(holding.reasons))}), it gets no further ones"
-            )
+            raise ConflictError(f"{owner} gets no further pages: its pages are quarantined{holding.why()}")
         return holding
 
     def _space(self, space: IndexSpace, kind: type[SpaceT]) -> SpaceT:
@@ -342,13 +366,6 @@ class PageBook:
             names = [str(name) for name, one in self._spaces.items() if isinstance(one, kind)]
             raise InvalidInputError(f"'{space}' is not {kind.what} of this node; those are {names}")
         return account
-
-    def _count(self, holdings: Iterable[_Holding]) -> dict[IndexSpace, dict[PageState, int]]:
-        found = {space: dict.fromkeys((_H, _L, _Q), 0) for space in self._spaces}
-        for holding in holdings:
-            for space, ids in holding.pages.items():
-                found[space][holding.state] += len(ids)
-        return found
 
     def _enter(self, owner: Owner, new: Pages) -> Pages:
         holding = self._holdings[owner]
@@ -379,35 +396,35 @@ class PageBook:
             for space, count in demand.items()
         }
 
-    def _evictable(self) -> Counts:
-        return self._cache.evictable() if self._cache is not None else {}
-
     def _make_free(self, owner: Owner, demand: Counts) -> None:
         """Evict the pages that `demand` needs beyond the free ones, or raise CapacityError and evict none."""
-        free = {space: account.free for space, account in self._spaces.items()}
-        short = {space: count - free[space] for space, count in demand.items() if count > free[space]}
+        short = self._short(demand)
         if not short:
             return
-        evictable = self._evictable()
+        evictable: Counts = {} if self.page_cache is None else self.page_cache.evictable()
         lacking = {space: count - evictable.get(space, 0) for space, count in short.items()}
         lacking = {space: count for space, count in lacking.items() if count > 0}
-        if lacking or self._cache is None:
-            texts = [self._lack(space, demand[space], n, evictable.get(space, 0)) for space, n in lacking.items()]
+        if lacking or self.page_cache is None:
+            texts, released = [], self.pages_being_released()
+            for space, count in lacking.items():
+                account = self._spaces[space]
+                cached = (
+                    f"{evictable.get(space, 0)} of {account.cached} cached can be evicted, " if account.cached else ""
+                )
+                texts.append(
+                    f"space '{space}' lacks {count} pages ({demand[space]} wanted, {account.free} of {account.page_count} free, "
+                    f"{cached}{released[space]} being released, {self._in_state[space][_Q]} quarantined)"
+                )
             raise CapacityError(f"{owner}: {'; '.join(texts)}", lacking=lacking)
-        self.uncache(self._cache.evict(short))
-        kept = {space: count for space, count in demand.items() if count > self._spaces[space].free}
-        if kept:
+        self.uncache(self.page_cache.evict(short))
+        if left := self._short(demand):
             raise IntegrityError(
-                f"the page cache was to evict {short}, of {evictable} that it can, and lacks {kept} still: {self!r}"
+                f"the page cache, asked to evict {short} of {evictable}, leaves {left} lacking: {self!r}"
             )
 
-    def _lack(self, space: IndexSpace, count: int, lacking: int, evictable: int) -> str:
-        account = self._spaces[space]
-        cached = f"{evictable} of {account.cached} cached can be evicted, " if account.cached else ""
-        return (
-            f"space '{space}' lacks {lacking} pages ({count} wanted, {account.free} of {account.page_count} free, {cached}"
-            f"{self.pages_being_released()[space]} being released, {self._in_state[space][_Q]} quarantined)"
-        )
+    def _short(self, demand: Counts) -> dict[IndexSpace, int]:
+        free = {space: self._spaces[space].free for space in demand}
+        return {space: count - free[space] for space, count in demand.items() if count > free[space]}
 
     def _forget(self, owner: Owner) -> int:
         holding = self._holdings.pop(owner)
@@ -419,7 +436,7 @@ class PageBook:
         for space, ids in holding.shared.items():
             self._space(space, AdoptedSpace).read_no_more(ids)
         freed = {space: self._spaces[space].free - before for space, before in free.items()}
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             watcher.freed(freed)
             watcher.gone(owner)
         return sum(freed.values())

@@ -17,7 +17,7 @@ from kvbridge.daemon.links import control_modes
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

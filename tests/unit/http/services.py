@@ -33,7 +33,7 @@ from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.core.session.tables import RoomState
 from kvbridge.http.app import AppSettings
 from kvbridge.http.daemon_app import create_daemon_app
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageState
 from kvbridge.telemetry.context import TRACE, TraceContext
 
 

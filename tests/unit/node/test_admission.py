@@ -15,8 +15,7 @@ from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.tables import RoomState
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.admission_queue import AdmissionQueue, Waiting
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
 from tests.helpers.accounts import check_book

@@ -8,8 +8,9 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.messages import Drained, StreamPoint
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner
+from kvbridge.pool.accounts.book import NO_ROOM, Owner
 from kvbridge.telemetry.facts import CopyEnded
+from tests.helpers.accounts import cached_pages
 from tests.helpers.node_bench import FULL, FULL_COPY, HISTORY, KeyedDecode, NodeBench, PrefixBench, ids, keys_of
 from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import PAGE, R0, R1
@@ -65,7 +66,7 @@ def test_nodes_of_one_instance_start_at_the_same_token():
     for node in nodes:
         pages = node.begin(9, tokens, at_most=256)
         assert (pages.computed_tokens, pages.restore.tokens) == (256, 256)
-        assert not set(ids(pages)[1:]) & set(node.book.cached_pages()[FULL].tolist()), "it writes nobody's pages"
+        assert not set(ids(pages)[1:]) & set(cached_pages(node.book)[FULL].tolist()), "it writes nobody's pages"
         assert [order.section.stop_token for order in node.orders(room=9)] == [256]
         node.publish(9, tokens)
         node.finish(9, tuple(one.tokens for one in pages.checkpoints))

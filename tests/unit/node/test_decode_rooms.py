@@ -15,8 +15,7 @@ from kvbridge.core.wire.engine_messages import Provide
 from kvbridge.core.wire.messages import MAX_METADATA_BYTES, Abort, Intend, Offer, PathLost, to_wire
 from kvbridge.node.decode import writers
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.telemetry.facts import RoomRerouted
 from tests.helpers.accounts import check_book
 from tests.helpers.node_bench import DecodeBench, offered

@@ -7,7 +7,7 @@ import pytest
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.node.decode.fence import Fence, FencePhase
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 

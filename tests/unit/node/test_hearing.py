@@ -16,7 +16,7 @@ from kvbridge.core.wire import messages
 from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent, Verified
 from kvbridge.node.decode.room import speaker_of as decode_speaker
 from kvbridge.node.prefill.room import speaker_of as prefill_speaker
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from tests.helpers.accounts import check_book
 from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import ADDRESS, DECODE, OTHER_ADDRESS, PREFILL, R0, R1, TOKENS, full_amounts, pages_table

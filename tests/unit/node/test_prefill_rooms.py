@@ -11,7 +11,7 @@ from kvbridge.core.wire.messages import Done, Drained, Failed, Intend, Offer, Pa
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
 from kvbridge.node.prefill import early_offers as offers, room as rank_work
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageState
 from kvbridge.telemetry.facts import OrderBegan, OrderEnded, PhasesEnded, RoomRerouted
 from kvbridge.telemetry.metrics import PHASES
 from tests.helpers.accounts import check_book

@@ -17,8 +17,7 @@ from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages, RoomSettings
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.accounts import check_book

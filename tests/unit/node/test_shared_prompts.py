@@ -16,7 +16,7 @@ from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Failed, Offer
 from kvbridge.node.decode.fence import ALL
 from kvbridge.node.prefill.early_offers import check_offer
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.facts import DisputedPagesDropped, PromptNotKept
 from kvbridge.tier.keys import NO_KEYS, Keys, Link
 from tests.helpers.node_bench import FULL, HISTORY, DecodeBench, KeyedDecode, keys_of

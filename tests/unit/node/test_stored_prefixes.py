@@ -13,8 +13,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.node.stored_prefixes import StoredPrefixes
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

@@ -6,7 +6,7 @@ Two whole nodes in memory; what each page holds is followed, and the simulation 
 import pytest
 
 from kvbridge.core.session.tables import RoomState
-from kvbridge.pool.accounts.pages import Owner
+from kvbridge.pool.accounts.book import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.room_simulation import World
 from tests.helpers.rooms import PAGE

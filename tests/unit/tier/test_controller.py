@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvbridge.config.tier import BackupPolicy, HostBackup
-from kvbridge.pool.accounts.pages import PageState
+from kvbridge.pool.accounts.book import PageState
 from kvbridge.tier import host_copies
 from kvbridge.tier.host_copies import Backup, BackupController
 from tests.helpers.prefix_bench import FULL, FULL_COPY, SWA, SWA_COPY, PrefixBench, keys

@@ -5,8 +5,7 @@ import pytest
 
 from kvbridge.core.errors import CapacityError, ConflictError
 from kvbridge.core.prefixes import Retention
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -132,7 +131,7 @@ def test_those_who_wait_for_pages_hear_of_the_end_of_a_backup(tier):
 
     tier.warm("a", 5)
     backup = tier.start("a", 5)
-    tier.book.watch(Watcher())
+    tier.book.watchers.append(Watcher())
     tier.copies.end_backup(backup, done=True)
     assert {FULL: 5} in heard
 

@@ -2,8 +2,7 @@ import pytest
 
 from kvbridge.core.errors import ConflictError, InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.pages import Owner, PageState
+from kvbridge.pool.accounts.book import Owner, PageBook, PageState
 from tests.helpers.accounts import check_book
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
@@ -28,7 +27,7 @@ def test_a_watcher_hears_of_pages_that_are_free_and_of_owners_that_are_gone(book
         def gone(self, owner):
             heard.append(("gone", owner))
 
-    book.watch(Watcher())
+    book.watchers.append(Watcher())
     book.reserve(A, {FULL: 3, SWA: 1})
     book.expect_free(A)
     book.free(A)
