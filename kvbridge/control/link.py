@@ -8,12 +8,16 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from kvbridge.core.errors import BridgeError, ProtocolError
 from kvbridge.core.process import monotonic
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
+
+if TYPE_CHECKING:
+    from kvbridge.control.peers import PeerEnd
 
 _ACK_DELAY_S = 0.01
 """An acknowledgement waits at most so long for a message to ride on, and less than half a resend, or everything
@@ -74,23 +78,10 @@ class PeerSettings:
     """A connection is closed when it has not proved within this time who it is."""
 
 
-@dataclass(frozen=True, eq=False)
-class LinkOwner:
-    """The parts that all links of one socket share."""
-
-    incarnation: str
-    callbacks: PeerCallbacks
-    settings: PeerSettings
-    put: Callable[[Link, bytes], bool]
-    """Hands a frame to the socket; False means that it was dropped."""
-    on_over: Callable[[Link], None]
-    """Closes and forgets a link whose peer has acknowledged nothing in time."""
-
-
 class Link:
     """A numbered conversation with one peer. `peer` is its incarnation, empty before its first frame on this link."""
 
-    def __init__(self, owner: LinkOwner, number: int, peer: str = "", user: str = "") -> None:
+    def __init__(self, owner: PeerEnd, number: int, peer: str = "", user: str = "") -> None:
         self.number = number
         self.peer = peer
         self.user = user
@@ -192,7 +183,7 @@ class Link:
 
     def _transmit(self, sequence: int, body: bytes) -> None:
         envelope: Envelope[PeerMessage] = Envelope(
-            self._owner.incarnation, self.peer, self.number, sequence, self._inbox.acknowledged()
+            self._owner.identity.incarnation, self.peer, self.number, sequence, self._inbox.acknowledged()
         )
         if self._owner.put(self, PEER.encode(envelope, body)):
             self.cut_at_s = math.inf

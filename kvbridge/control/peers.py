@@ -12,31 +12,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 import zmq
 
 from kvbridge.control.keys import CurveKeys, Gate, check_key
-from kvbridge.control.link import Link, LinkOwner, PeerCallbacks, PeerSettings, Refusal
+from kvbridge.control.link import Link, PeerCallbacks, PeerSettings, Refusal
 from kvbridge.control.sockets import (
     ACCEPTED,
     CONNECT_FAILED,
     DISCONNECTED,
+    HANDSHAKE_FAILED,
     HANDSHAKE_FAILED_AUTH,
     HANDSHAKE_SUCCEEDED,
     Authenticator,
     ConnectionLimit,
-    EnvelopeSocket,
+    LoopSocket,
+    Parts,
     SocketContext,
+    bind,
+    read_event,
     show_keys,
-    user_of,
 )
 from kvbridge.core.addresses import is_loopback, parse_tcp
-from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError
+from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, ProtocolError
 from kvbridge.core.process import monotonic
-from kvbridge.core.wire.codec import PEER, Envelope
+from kvbridge.core.wire.codec import PEER, Envelope, FrameError
 from kvbridge.core.wire.messages import PeerMessage
 
 MAX_PEERS = 4_096
@@ -44,6 +48,8 @@ MAX_PEERS = 4_096
 _FLUSH_POLL_S = 0.005
 _RECONNECT_FIRST_MS = 50
 _RECONNECT_MOST_MS = 2_000
+_ZMTP_PING_MS = 5_000
+_ZMTP_TIMEOUT_MS = 15_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,95 @@ class PeerIdentity:
         )
 
 
-class PeerServer:
-    """The control socket of a node: a ROUTER that clients connect to. Built and used in one running loop; close it."""
+class PeerEnd(ABC):
+    """A socket between nodes with its conversations. Built and used in one running loop; close it."""
+
+    events: ClassVar[int]
+    """The events of connections that `_on_event` is told of."""
+
+    def __init__(self, identity: PeerIdentity, callbacks: PeerCallbacks, settings: PeerSettings | None) -> None:
+        self.identity, self.callbacks, self.settings = identity, callbacks, settings or PeerSettings()
+        self._links: dict[str, Link] = {}
+        """By the peer's incarnation; a client has one, under no name."""
+
+    @abstractmethod
+    def put(self, link: Link, frame: bytes) -> bool:
+        """Hand a frame of a link to the socket; return False when the frame was dropped."""
+
+    @abstractmethod
+    def on_over(self, link: Link) -> None:
+        """Close and forget a link whose peer has acknowledged nothing in time."""
+
+    @abstractmethod
+    def _on_event(self, event: int, value: int) -> None: ...
+
+    @abstractmethod
+    def _on_envelope(self, envelope: Envelope[PeerMessage], route: bytes, frame: zmq.Frame) -> None: ...
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` until everything is acknowledged; return whether it is."""
+        deadline_s = monotonic() + timeout_s
+        while any(link.unacknowledged for link in self._links.values()):
+            if monotonic() >= deadline_s:
+                return False
+            await asyncio.sleep(_FLUSH_POLL_S)
+        return True
+
+    def _open(self, raw: zmq.Socket[bytes], endpoint: str) -> str:
+        """Listen with a ROUTER, whose real endpoint is returned, or begin to connect with a DEALER. The keys are set.
+
+        Raises as `bind_error` says, and ConfigError for an endpoint that cannot be connected to.
+        """
+        self._raw = raw
+        raw.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(self.settings.handshake_s * 1_000)))
+        raw.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
+        raw.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
+        # Not for IPv4: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
+        raw.setsockopt(zmq.IPV6, int("[" in endpoint))
+        # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
+        raw.setsockopt(zmq.MAXMSGSIZE, 2 * PEER.max_frame_bytes)
+        monitor = raw.get_monitor_socket(self.events)
+        self._monitor = LoopSocket(monitor, lambda parts: self._on_event(*read_event(parts[0].bytes)))
+        self._socket = LoopSocket(raw, self._on_parts)
+        try:
+            if raw.type == zmq.ROUTER:
+                raw.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                return bind(raw, endpoint)
+            raw.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._close_socket()
+            raise ConfigError(f"control endpoint {endpoint} cannot be connected to: {error}") from error
+        except BaseException:
+            self._close_socket()
+            raise
+        return endpoint
+
+    def _close_socket(self) -> None:
+        if not self._raw.closed:
+            self._raw.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+
+    def _refuse(self, kind: str, detail: str) -> None:
+        self.callbacks.on_refused(kind, detail)
+
+    def _on_parts(self, parts: Parts) -> None:
+        *routes, frame = parts
+        if len(routes) != (self._raw.type == zmq.ROUTER):
+            self._refuse("malformed", f"a message of {len(parts)} parts, expected one frame")
+            return
+        try:
+            self._on_envelope(PEER.decode(frame.bytes), routes[0].bytes if routes else b"", frame)
+        except FrameError as error:
+            self._refuse(error.fault, str(error))
+        except ProtocolError as error:
+            self._refuse(error.code, str(error))
+
+
+class PeerServer(PeerEnd):
+    """The control socket of a node: a ROUTER that clients connect to."""
+
+    events = HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED
 
     def __init__(
         self,
@@ -83,13 +176,9 @@ class PeerServer:
         this machine without keys.
         """
         identity.require_keys(endpoint, "listen on")
-        settings = settings or PeerSettings()
-        self._identity = identity
-        self._callbacks = callbacks
-        self._owner = LinkOwner(identity.incarnation, callbacks, settings, self._put, self._on_over)
-        self._links: dict[str, Link] = {}
+        super().__init__(identity, callbacks, settings)
         self.gate = gate or Gate(identity.keys)
-        most = settings.max_connections
+        most = self.settings.max_connections
         too_many = f"{most} connections stand, the most (control.max_connections)"
         with ExitStack() as opened:
             context = SocketContext()
@@ -102,17 +191,9 @@ class PeerServer:
             refuse = lambda: callbacks.on_refused(Refusal.TOO_MANY_CONNECTIONS, too_many)  # noqa: E731
             self._connections = ConnectionLimit(most, refuse)
             opened.callback(self._connections.close)
-            self._socket = EnvelopeSocket(
-                raw,
-                endpoint,
-                self._on_envelope,
-                handshake_s=settings.handshake_s,
-                on_refused=callbacks.on_refused,
-                on_event=self._on_event,
-            )
-            opened.callback(self._socket.close)
+            self.endpoint = self._open(raw, endpoint)
+            opened.callback(self._close_socket)
             self._closing = opened.pop_all()
-        self.endpoint = self._socket.endpoint
         self._connections.bound(self.endpoint)
 
     @property
@@ -141,10 +222,6 @@ class PeerServer:
         if link is not None:
             link.close()
 
-    async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is acknowledged, at most `timeout_s`; return whether it is."""
-        return await _flush(self._links.values, timeout_s)
-
     def close(self) -> None:
         """Stop listening; waits at most for the sockets' linger (0.2 s). Reports nothing as undelivered.
 
@@ -155,29 +232,32 @@ class PeerServer:
         self._links.clear()
         self._closing.close()
 
-    def _on_over(self, link: Link) -> None:
+    def on_over(self, link: Link) -> None:
         if self._links.get(link.peer) is link:
             self.forget(link.peer)
 
-    def _put(self, link: Link, frame: bytes) -> bool:
-        return self._socket.send(link.route, frame)
+    def put(self, link: Link, frame: bytes) -> bool:
+        return self._socket.send([link.route, frame])
 
     def _on_event(self, event: int, value: int) -> None:
         if event in {ACCEPTED, DISCONNECTED}:
             self._connections.on_event(event, value)
         elif event != HANDSHAKE_FAILED_AUTH:  # the authenticator has counted that one, with its address and key
-            kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
-            text = "a connection did not complete its handshake: wrong server key, no key, or no peer of ours"
-            self._callbacks.on_refused(kind, text)
+            kind = Refusal.UNAUTHENTICATED if self.identity.keys else Refusal.HANDSHAKE
+            self._refuse(
+                kind, "a connection did not complete its handshake: wrong server key, no key, or no peer of ours"
+            )
 
     def _on_envelope(self, envelope: Envelope[PeerMessage], route: bytes, frame: zmq.Frame) -> None:
-        link = self._find(envelope, route, user_of(frame) if self._identity.keys else "")
+        # The key that the sender of the frame proved to own; ZeroMQ knows none of a sender without one.
+        user = str(frame.get("User-Id")) if self.identity.keys else ""
+        link = self._find(envelope, route, user)
         if link is not None and not link.closed:
             link.take(envelope)
 
     def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
         """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""
-        sender, refuse = envelope.sender, self._callbacks.on_refused
+        sender, refuse = envelope.sender, self._refuse
         link = self._links.get(sender)
         if envelope.link == 0 and envelope.body is None and self.gate.allows(user):
             self._answer_without_link(envelope, route)
@@ -192,7 +272,7 @@ class PeerServer:
             refuse(Refusal.UNAUTHENTICATED, f"incarnation {sender} belongs to another key than {user}")
             return None
         known = link is not None and envelope.link == link.number
-        if envelope.recipient not in {"", self._identity.incarnation} or (envelope.recipient and not known):
+        if envelope.recipient not in {"", self.identity.incarnation} or (envelope.recipient and not known):
             # The client remembers a link that we do not know; our answer makes it begin the next one.
             refuse(Refusal.STALE, f"link {envelope.link} of {sender} is not known here (any more)")
             self._answer_without_link(envelope, route)
@@ -209,25 +289,26 @@ class PeerServer:
     def _begin(self, envelope: Envelope[PeerMessage], user: str) -> Link | None:
         anew = envelope.sender in self._links
         if not anew and len(self._links) >= MAX_PEERS:
-            text = f"{len(self._links)} peers are known; forget the dead ones"
-            self._callbacks.on_refused(Refusal.TOO_MANY_PEERS, text)
+            self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
             return None
         self.forget(envelope.sender)
-        link = self._links[envelope.sender] = Link(self._owner, envelope.link, envelope.sender, user)
+        link = self._links[envelope.sender] = Link(self, envelope.link, envelope.sender, user)
         if anew:
-            self._callbacks.on_reset(envelope.sender)
+            self.callbacks.on_reset(envelope.sender)
         return link
 
     def _answer_without_link(self, envelope: Envelope[PeerMessage], route: bytes) -> None:
-        answer: Envelope[PeerMessage] = Envelope(self._identity.incarnation, envelope.sender, -envelope.link)
-        self._socket.send(route, PEER.encode(answer))
+        answer: Envelope[PeerMessage] = Envelope(self.identity.incarnation, envelope.sender, -envelope.link)
+        self._socket.send([route, PEER.encode(answer)])
 
 
-class PeerClient:
-    """The connection to one node's control socket: a DEALER that reconnects by itself. Built and used in one running loop.
+class PeerClient(PeerEnd):
+    """The connection to one node's control socket: a DEALER that reconnects by itself. Messages wait for the first connection.
 
-    Messages wait until the connection is made. All clients of the process share `context`, whose owner closes it after them.
+    All clients of a process share `context`, whose owner closes it after them.
     """
+
+    events = HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED | DISCONNECTED | CONNECT_FAILED
 
     def __init__(
         self,
@@ -244,91 +325,76 @@ class PeerClient:
         `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError for a malformed endpoint or
         key, or when the connection would leave this machine in the clear.
         """
-        self._identity = identity
-        self._callbacks = callbacks
+        super().__init__(identity, callbacks, settings)
         self._endpoint = endpoint
         self._check(server_key)
         self.server = ""
         """The incarnation that answers there; empty before its first answer."""
-        settings = settings or PeerSettings()
-        self._owner = LinkOwner(identity.incarnation, callbacks, settings, self._put, self._on_over)
         # The number grows with every client of this incarnation, so a server tells a new conversation from an old one.
-        self._link = Link(self._owner, time.monotonic_ns())
+        self._links[""] = Link(self, time.monotonic_ns())
         raw = context.open(zmq.DEALER)
         raw.setsockopt(zmq.IMMEDIATE, 1)  # nothing queues before a connection is made: delivery resends
         raw.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
         raw.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
         if identity.keys is not None and server_key:
             show_keys(raw, identity.keys, server_key)
-        self._socket = EnvelopeSocket(
-            raw,
-            endpoint,
-            self._on_envelope,
-            handshake_s=settings.handshake_s,
-            on_refused=self._refuse,
-            on_event=self._on_event,
-        )
+        self._open(raw, endpoint)
 
     @property
     def link(self) -> Link:
         """The present conversation with the server."""
-        return self._link
+        return self._links[""]
 
     def send(self, message: PeerMessage) -> None:
         """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
-        if self._link.closed:
+        if self.link.closed:
             raise ConflictError(f"the connection to {self._endpoint} was closed")
-        self._link.send(message)
-
-    async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is acknowledged, at most `timeout_s`; return whether it is."""
-        return await _flush(lambda: (self._link,), timeout_s)
+        self.link.send(message)
 
     def close(self) -> None:
         """Close the connection. Reports nothing as undelivered."""
-        self._link.close(report=False)
-        self._socket.close()
+        self.link.close(report=False)
+        self._close_socket()
 
     def _check(self, server_key: str) -> None:
         endpoint = self._endpoint
         if server_key:
             check_key(server_key, f"public key of {endpoint}")
-        if server_key and self._identity.keys is None:
+        if server_key and self.identity.keys is None:
             raise ConfigError(f"{endpoint} asks for CURVE, but this process has no keys; configure them")
         if not server_key:
-            if self._identity.keys is not None and not self._identity.insecure:
+            if self.identity.keys is not None and not self.identity.insecure:
                 raise ConfigError(f"no public key is known of {endpoint}; give it beside the endpoint")
-            self._identity.require_keys(endpoint, "connect to")
+            self.identity.require_keys(endpoint, "connect to")
 
-    def _put(self, _link: Link, frame: bytes) -> bool:
-        """Send a frame, or instead ask who answers: the link sends the frame again until it is acknowledged."""
-        if self.server:
-            return self._socket.send(frame)
-        question: Envelope[PeerMessage] = Envelope(self._identity.incarnation)
-        return self._socket.send(PEER.encode(question))
+    def put(self, link: Link, frame: bytes) -> bool:  # noqa: ARG002 - there is one link
+        if not self.server:  # first ask who answers; the link sends the frame again until it is acknowledged
+            question: Envelope[PeerMessage] = Envelope(self.identity.incarnation)
+            frame = PEER.encode(question)
+        return self._socket.send([frame])
 
     def _refuse(self, kind: str, detail: str) -> None:
-        self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
+        self.callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
 
     def _on_event(self, event: int, _value: int) -> None:
         if event == HANDSHAKE_SUCCEEDED:
-            self._link.retry()  # frames that were handed to a former connection may be lost
+            self.link.retry()  # frames that were handed to a former connection may be lost
         elif event == CONNECT_FAILED:
-            self._link.cut()
+            self.link.cut()
         elif event == DISCONNECTED:
-            if self._link.peer:  # otherwise it is a failed handshake, which has an event of its own
-                self._link.cut()
+            if self.link.peer:  # otherwise it is a failed handshake, which has an event of its own
+                self.link.cut()
         else:
-            kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
+            kind = Refusal.UNAUTHENTICATED if self.identity.keys else Refusal.HANDSHAKE
             self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
 
     def _on_envelope(self, envelope: Envelope[PeerMessage], _route: bytes, _frame: zmq.Frame) -> None:
         """Handle an envelope of the present link; begin the next link when the server does not know this one."""
-        link, ours = self._link, self._identity.incarnation
+        link, ours = self.link, self.identity.incarnation
         if envelope.link == 0 and envelope.recipient == ours:
             if not self.server:
                 self.server = envelope.sender
-                self._callbacks.on_met(envelope.sender)
+                self.callbacks.on_met(envelope.sender)
                 if not link.closed:
                     link.retry()
         elif envelope.recipient != ours or abs(envelope.link) != link.number:
@@ -339,22 +405,13 @@ class PeerClient:
         elif link.peer:
             self._begin_anew(envelope.sender)
 
-    def _on_over(self, link: Link) -> None:
-        if link is self._link:
+    def on_over(self, link: Link) -> None:
+        if link is self.link:
             self._begin_anew(self.server)
 
     def _begin_anew(self, server: str) -> None:
-        former, self._link = self._link, Link(self._owner, self._link.number + 1)
+        former, self._links[""] = self.link, Link(self, self.link.number + 1)
         former.close()
         self.server = server
-        if not self._link.closed:  # a callback for an undelivered message may have closed this client
-            self._callbacks.on_reset(server)
-
-
-async def _flush(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
-    deadline_s = monotonic() + timeout_s
-    while any(link.unacknowledged for link in links()):
-        if monotonic() >= deadline_s:
-            return False
-        await asyncio.sleep(_FLUSH_POLL_S)
-    return True
+        if not self.link.closed:  # a callback for an undelivered message may have closed this client
+            self.callbacks.on_reset(server)

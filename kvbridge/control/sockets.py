@@ -20,9 +20,7 @@ from zmq.utils import z85
 from kvbridge.control.keys import CurveKeys, Gate
 from kvbridge.control.processes import tcp_listeners
 from kvbridge.core.addresses import parse_tcp
-from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, ProtocolError, UnavailableError
-from kvbridge.core.wire.codec import PEER, Envelope, FrameError
-from kvbridge.core.wire.messages import PeerMessage
+from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
 
 SENDS_QUEUED = 10_000
 """High-water mark of every socket: frames that wait for one connection before a send is refused or dropped."""
@@ -32,8 +30,6 @@ CLOSE_LINGER_MS = 200
 FRAMES_PER_TURN = 128
 TURN_S = 0.02
 """A socket lets the rest of the loop run after so many frames, or so long."""
-_ZMTP_PING_MS = 5_000
-_ZMTP_TIMEOUT_MS = 15_000
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"kvbridge"
 _ZAP_VERSION = b"1.0"
@@ -55,11 +51,6 @@ ACCEPTED = int(zmq.Event.ACCEPTED)
 DISCONNECTED = int(zmq.Event.DISCONNECTED)
 CONNECT_FAILED = int(zmq.Event.CLOSED)
 """An attempt to connect has failed, as a rule because nobody listens there. ZeroMQ makes the next attempt."""
-
-_EVENTS = {
-    int(zmq.ROUTER): HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED,
-    int(zmq.DEALER): HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED | DISCONNECTED | CONNECT_FAILED,
-}
 
 
 def read_event(head: bytes) -> tuple[int, int]:
@@ -175,85 +166,6 @@ class LoopSocket:
         finally:
             self._in_turn = False
             self._look_again()
-
-
-class EnvelopeSocket:
-    """A ROUTER or a DEALER between nodes that speaks in envelopes. Owns `socket`; the caller has set the keys before."""
-
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        endpoint: str,
-        on_envelope: Callable[[Envelope[PeerMessage], bytes, zmq.Frame], None],
-        *,
-        handshake_s: float,
-        on_refused: Callable[[str, str], None],
-        on_event: Callable[[int, int], None],
-    ) -> None:
-        """Listen at `endpoint` (a ROUTER; `self.endpoint` is the real one) or begin to connect to it.
-
-        Calls `on_envelope(envelope, route, frame)`: `send` takes `route` for an answer (empty on a DEALER), and a ProtocolError
-        refuses the envelope. Calls `on_refused(kind, detail)`, and `on_event(event, value)` for what `read_event` returns. Raises
-        as `bind_error` says, and ConfigError for an endpoint that cannot be connected to.
-        """
-        self._on_envelope = on_envelope
-        self._on_refused = on_refused
-        self._raw = socket
-        self._part_count = 2 if socket.type == zmq.ROUTER else 1
-        socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(handshake_s * 1_000)))
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
-        # Not for IPv4: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
-        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
-        socket.setsockopt(zmq.MAXMSGSIZE, 2 * PEER.max_frame_bytes)
-        monitor = socket.get_monitor_socket(_EVENTS[int(socket.getsockopt(zmq.TYPE))])
-        self._monitor = LoopSocket(monitor, lambda parts: on_event(*read_event(parts[0].bytes)))
-        self._socket = LoopSocket(socket, self._on_parts)
-        self.endpoint = endpoint
-        try:
-            if socket.type == zmq.ROUTER:
-                socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-                self.endpoint = bind(socket, endpoint)
-            else:
-                socket.connect(endpoint)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConfigError(f"control endpoint {endpoint} cannot be connected to: {error}") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def send(self, *parts: bytes) -> bool:
-        """Hand a frame to ZeroMQ, on a ROUTER behind its route; return False when it was dropped (see `LoopSocket`)."""
-        return self._socket.send(parts)
-
-    def close(self) -> None:
-        """Close the socket; harmless when closed."""
-        if not self._raw.closed:
-            self._raw.disable_monitor()
-            self._monitor.close()
-            self._socket.close()
-
-    def _on_parts(self, parts: Parts) -> None:
-        if len(parts) != self._part_count:
-            self._on_refused("malformed", f"a message of {len(parts)} parts, expected one frame")
-            return
-        route = parts[0].bytes if len(parts) > 1 else b""
-        try:
-            self._on_envelope(PEER.decode(parts[-1].bytes), route, parts[-1])
-        except FrameError as error:
-            self._on_refused(error.fault, str(error))
-        except ProtocolError as error:
-            self._on_refused(error.code, str(error))
-
-
-def user_of(frame: zmq.Frame) -> str:
-    """Return the key that the sender of a frame proved to own, empty without keys."""
-    try:
-        return str(frame.get("User-Id"))
-    except zmq.ZMQError:
-        return ""
 
 
 def show_keys(socket: zmq.Socket[bytes], keys: CurveKeys, server_key: str = "") -> None:
