@@ -414,10 +414,10 @@ async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
     """A heartbeat may take long; the side that connects sends at once."""
     server, at_server, client, at_client = await met(stage)
     await poll(lambda: client.link.peer)
-    client._socket._raw.disconnect(server.endpoint)
+    client._raw.disconnect(server.endpoint)
     await poll(lambda: client.link.cut_s, lambda: client.send(Heartbeat()))
     await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
-    client._socket._raw.connect(server.endpoint)
+    client._raw.connect(server.endpoint)
     await poll(lambda: not server.link(CLIENT).cut_s and not client.link.cut_s)
     assert (at_server.resets, at_client.resets) == ([], [])
 
