@@ -18,7 +18,6 @@ OTHERS = ("peers.compare", "vllm.compare", "sglang.compare")
 
 
 def main() -> int:
-    """Run the chosen benchmarks; the exit code says whether all of them ran."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__.splitlines()[0])
     chosen = (*GROUPS, *HERE, *GPU, *OTHERS)
     parser.add_argument("names", nargs="*", choices=chosen, default=["all"], metavar="NAME", help=", ".join(chosen))

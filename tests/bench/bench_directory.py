@@ -40,7 +40,6 @@ TIMES = RoomTimes(claim_s=30.0, keep_s=600.0, max_rooms=100_000)
 
 
 async def _admit(_url: str, request: AdmissionRequest) -> RoomReport:
-    """Every daemon at once admits whatever it is asked."""
     assert request.room is not None
     return RoomReport(
         room=request.room,
@@ -67,7 +66,6 @@ METRICS: Any = SimpleNamespace(count=_fail)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Return pairings a second and milliseconds, by store and number of instances."""
     return {"cases": asyncio.run(_run(32 if quick else PAIRINGS))}
 
 
@@ -157,7 +155,6 @@ async def _beats(directory: Directory, nodes: list[NodeRegistration]) -> None:
 
 
 def _node(number: int) -> NodeRegistration:
-    """Prefill and decode by turns, of the real model's geometry."""
     role = Role.DECODE if number % 2 else Role.PREFILL
     pages = dict.fromkeys(("full", "swa", "request", "host"), PAGES)
     return node(

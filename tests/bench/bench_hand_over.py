@@ -36,7 +36,6 @@ from tests.integration.test_vllm_roles import TOKENS, Vllm
 KIB = 1 << 10
 LAYERS, BLOCK_BYTES, MOST_BLOCKS = 4, 32 * KIB, 64
 SIZES_BLOCKS = (1, 8, MOST_BLOCKS)
-"""128 KiB, 1 MiB and 8 MiB."""
 TRANSPORT = "mooncake"
 LOADS, WARM_UP = 100, 10
 

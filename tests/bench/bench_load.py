@@ -43,11 +43,9 @@ class Tally:
     offered: int = 0
 
     def forward_to(self, later: Tally) -> None:
-        """Count what ends from now on there; what was offered stays counted here."""
         self.lives, self.refused, self.lost = later.lives, later.refused, later.lost
 
     async def take(self, running: Load, way: str, number: int) -> bool:
-        """Take one room through its life and count what came of it; False when it was not admitted."""
         self.offered += 1
         try:
             life = await running.room(way, number, TOKENS)

@@ -34,8 +34,6 @@ MEMORY = Extent(address=BASE, length_bytes=OPERATIONS * OPERATION_BYTES)
 
 @dataclass(frozen=True)
 class Way:
-    """A transport over a library that does nothing, and the same calls without kvbridge."""
-
     transport: Transport
     peer: Peer
     bare: Callable[[Operations], None]

@@ -28,7 +28,6 @@ BUDGETS_MS = {"offer_to_first_byte_ms": 2.0}
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Return the milliseconds of each request by figure, for each transport."""
     return {transport: _measure(transport, 5 if quick else REQUESTS) for transport in ("local", "mooncake", "nixl")}
 
 

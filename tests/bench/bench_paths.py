@@ -68,7 +68,6 @@ class _Pair:
         return seconds
 
     def disturbed(self) -> float:
-        """The same, of a request that a path is lost under."""
         for _ in range(MOST_TRIES):
             before = self.losses()
             self.flag.touch()
@@ -113,7 +112,6 @@ def _pair(order: tuple[str, str], folder: Path) -> Iterator[_Pair]:
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Return seconds for each order of transports, undisturbed and disturbed in turns."""
     turns = 1 if quick else TURNS
     found = {}
     for order in ORDERS:

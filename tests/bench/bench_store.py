@@ -140,7 +140,6 @@ def _measure(
         until_s = time.monotonic() + LIMIT_S
 
         def without_digests() -> Answer:
-            """All that a get does but looking at the bytes."""
             with (
                 mock.patch.object(page_store, "checksum", return_value=0),
                 mock.patch.object(page_store, "read_trailer", return_value=0),

@@ -45,8 +45,6 @@ Way = Callable[[Operations], None]
 
 @dataclass(frozen=True)
 class _Bed:
-    """A transport connected to a target process, with both buffers."""
-
     transport: Transport
     peer: Peer
     source: SharedBuffer
@@ -126,7 +124,6 @@ def through_kvbridge(transport: Transport, peer: Peer, operations: Operations) -
 
 
 def as_lists(operations: Operations) -> tuple[list[int], list[int], list[int]]:
-    """Return sources, destinations and lengths as Mooncake takes them."""
     return operations.source.tolist(), operations.destination.tolist(), operations.length.tolist()
 
 

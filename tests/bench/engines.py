@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 LOOK_S = 10.0
-"""For which processors are looked at."""
 
 
 def in_turn(names: Sequence[str], turn: int) -> tuple[str, ...]:
-    """Return the compared ones in the order of a turn: none is always first."""
     return tuple(names if turn % 2 else names[::-1])
 
 
@@ -18,13 +16,11 @@ def milliseconds(values: Sequence[float]) -> list[float]:
 
 
 def cores(servers: Sequence[Any]) -> float:
-    """Return the cores that servers take with their children."""
     before_s, begun_s = busy_s(servers), time.monotonic()
     time.sleep(LOOK_S)
     return round((busy_s(servers) - before_s) / (time.monotonic() - begun_s), 4)
 
 
 def busy_s(servers: Sequence[Any]) -> float:
-    """Return the seconds of processors that servers have taken with their children."""
     times = [one.cpu_times() for server in servers for one in server.tree()]
     return sum(each.user + each.system for each in times)

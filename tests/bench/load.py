@@ -53,7 +53,6 @@ class Endpoint:
         return await self._call("POST", path, body)
 
     async def give_back(self, room: int) -> None:
-        """Cancel a room here, as a router does when the other end has refused it."""
         with contextlib.suppress(RefusedError):
             await self._call("DELETE", f"/v1/requests/{room}", {})
 
@@ -98,7 +97,6 @@ class Endpoint:
 
 
 def identity_of(model: str) -> PrefixIdentity:
-    """Return what the keys of a preset's pages are of, under its own name and revision 1."""
     geometry = preset(model)
     named = {"model": model, "revision": "1", "fingerprint": fingerprint(geometry)}
     return PrefixIdentity(**named, tokens_per_page=geometry.tokens_per_page)
@@ -122,8 +120,6 @@ class Life:
 
 @dataclass
 class Load:
-    """A running pair with engines attached. Rooms are independent tasks."""
-
     cluster: Cluster
     facts: Facts
     identity: PrefixIdentity | None
@@ -138,7 +134,6 @@ class Load:
         self._prompts = self.facts.prompts_by_number()
 
     def keys(self, number: int) -> Keys:
-        """Return the page keys of a request's prompt; none where rooms have no prompts."""
         if self._prompts is None or self.identity is None:
             return Keys()
         return page_keys(self.identity, self._prompts(number))
@@ -187,7 +182,6 @@ class Load:
             endpoint.close()
 
     def processes(self) -> list[tuple[str, psutil.Process, DaemonProcess]]:
-        """Every daemon and every rank worker, by a name that stays, with the daemon."""
         found = []
         daemons = self.cluster.bootstrap, self.cluster.prefill, self.cluster.decode
         for name, daemon in zip(("bootstrap", "prefill", "decode"), daemons, strict=True):

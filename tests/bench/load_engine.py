@@ -48,7 +48,6 @@ class Facts:
     """How much prefill publishes at a time."""
 
     def prompts_by_number(self) -> Prompts | None:
-        """Return the token ids of a request's prompt by its number."""
         if not self.prompts or self.prompts == SHARED:
             return _shared_prompt if self.prompts else None
         requests = read_trace(Path(self.prompts))
@@ -71,8 +70,6 @@ def refused(room: int, error: BridgeError) -> None:
 
 
 class LoadEngine:
-    """The facts that both roles derive from a room's id."""
-
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._prompts = facts.prompts_by_number()

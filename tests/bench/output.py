@@ -21,7 +21,6 @@ MOST_SAMPLES = 3
 
 
 def measure(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
-    """Run one benchmark in this process; returns its figures and their table."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     bench = importlib.import_module(f"tests.bench.{name}" if "." in name else f"tests.bench.bench_{name}")
@@ -32,7 +31,6 @@ def measure(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
 
 
 def environment() -> dict[str, Any]:
-    """Return processor, Python and the versions of the libraries that are installed."""
     installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.machine())
@@ -99,7 +97,6 @@ def _cell(value: object) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

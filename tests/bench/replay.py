@@ -30,7 +30,6 @@ SPARE = 2
 """Pools hold so many times the requests in flight: bootstrap's knowledge of free pages is a heartbeat old."""
 LONGEST_WAIT_S = 3600.0
 START_S = 300.0
-"""Gigabytes are made first."""
 RETRY_FOR_S = 600.0
 PAGES_PER_CHECKPOINT, LEAST_CHECKPOINTS = 32, 16
 """Pools and host tiers have one page for a checkpoint beside so many for tokens; a host tier has that many at least."""
@@ -181,7 +180,6 @@ def _daemons(given: argparse.Namespace, geometry: ModelGeometry, requests: Seque
 
 
 def table(found: dict[str, Any]) -> str:
-    """The report for a reader; the last line is the verdict."""
     lines = [
         text(("component", "bytes", "operations"), ((name, *each.values()) for name, each in found["amounts"].items()))
     ]
@@ -197,7 +195,6 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Run, print the report, write the JSON; the exit code says whether every request was served without a wrong byte."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.replay", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--trace", type=Path, required=True, help="JSON lines: timestamp (ms), input_length, output_length, hash_ids"

@@ -59,7 +59,6 @@ class Look:
     rooms: int
     at_s: float
     rooms_s: float
-    """Since the look before."""
     processes: dict[str, Figures]
 
 
@@ -101,7 +100,6 @@ def findings(course: Course) -> list[str]:
 
 
 def run(*, rooms: int, transport: str = "local", shared: bool = False, keep_s: float = KEEP_S) -> dict[str, Any]:
-    """Soak a pair of its own and return the figures, with what is wrong under "findings"."""
     tokens = SHARED_TOKENS if shared else TOKENS
     more: dict[str, Any] = {"timeouts": {"room_keep_s": keep_s, "control_delivery_s": keep_s - 1}}
     if shared:
@@ -233,7 +231,6 @@ def _line(look: Look) -> str:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The first look, the last one and the growth, for a reader."""
     first, last = found["looks"][0], found["looks"][-1]
     title = (
         f"{found['rooms']} rooms in {found['seconds']:.0f} s, {found['payload_bytes'] / 1e9:.2f} GB, "
@@ -254,7 +251,6 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Run, print the table, write the JSON; the exit code says whether everything was flat."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--rooms", type=int, default=100_000)
     parser.add_argument("--transport", default="local")

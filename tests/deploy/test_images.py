@@ -37,7 +37,6 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files an
 
 
 def step(*arguments: str | Path) -> str:
-    """Return the output of a step of the image."""
     command = ["bash", str(DOCKER / "build.sh"), *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=child_environment(os.environ), check=False
@@ -100,7 +99,6 @@ def test_every_daemon_of_the_fleet_has_a_right_configuration():
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[Path]:
-    """The environment of the image's target cpu, and beside it a folder of its user."""
     step("system")
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     try:
@@ -117,8 +115,6 @@ def image() -> Iterator[Path]:
 
 
 class Contained(ChildProcess):
-    """A service of the fleet, as its user and without any right, on loopback."""
-
     def __init__(self, name: str, image: Path, overrides: dict[str, str]) -> None:
         super().__init__(name, image / f"{name}.log")
         service = COMPOSE["services"][name]

@@ -35,8 +35,6 @@ DEVICE = {"full": 64, "swa": 16, "request": 8}
 
 
 class OtherUser(ChildProcess):
-    """A node daemon of another user, with a process namespace of its own."""
-
     def __init__(self, role: str, folder: Path, bootstrap: str) -> None:
         super().__init__(role, folder / f"{role}.log")
         home = folder / role
@@ -62,7 +60,6 @@ class OtherUser(ChildProcess):
         self.launch([*as_user(DAEMON, (DAEMON, SHARED), namespaces=CONTAINER), *command], environment=SOURCES)
 
     def stop(self) -> int:
-        """End it as a container is ended, and return its exit code."""
         if self.process is None:
             return 0
         signal_inside(self.process, signal.SIGTERM)
@@ -88,8 +85,6 @@ def signal_inside(process: subprocess.Popen[Any], number: signal.Signals) -> Non
 
 @dataclass
 class Pod:
-    """A prefill and a decode daemon of one user."""
-
     folder: Path
     bootstrap: DaemonProcess
     prefill: OtherUser

@@ -25,7 +25,6 @@ other users' processes and files in shared memory."""
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A host with the units installed, and something to start where they look for it."""
     shutil.copytree("/usr/lib/systemd/system", tmp_path / "usr/lib/systemd/system", symlinks=True)
     shutil.copytree(UNITS, tmp_path / "etc" / "systemd" / "system")
     program = tmp_path / "opt" / "kvbridge" / "bin" / "kvbridge"

@@ -114,14 +114,11 @@ ON_GPUS = tuple(
     for victim in (Victim.PREFILL_ENGINE, Victim.DECODE_ENGINE, Victim.PREFILL_WORKER, Victim.DECODE_WORKER)
     for fault in Fault
 )
-"""Strikes to those who have something to do with a GPU."""
 LOST = frozenset("LWwT")
 """Ends that a strike brings about."""
 
 SHORT = ((Victim.PREFILL, Fault.KILL), (Victim.DECODE, Fault.KILL), (Victim.PREFILL_WORKER, Fault.KILL))
-"""Strikes of the short form."""
 SHORT_SHARING = ((Victim.PREFILL_WORKER, Fault.KILL), (Victim.DECODE_ENGINE, Fault.KILL))
-"""Those of them among rooms that share prefixes."""
 
 HEARTBEAT_S = 0.25
 PEER_SILENCE_S = 6.0
@@ -152,6 +149,5 @@ NOTICED_WITHIN_S: dict[tuple[Victim, Fault], float] = {
 
 
 def noticed_within_s(victim: Victim, fault: Fault, *, gpus: bool = False) -> float | None:
-    """The limit of a strike; None for one that nobody gives up for."""
     limit_s = NOTICED_WITHIN_S.get((victim, fault))
     return limit_s + GPU_SLACK_S if gpus and limit_s is not None else limit_s

@@ -37,16 +37,12 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Gpus:
-    """Where pools are that lie in device memory, and how engines get at them."""
-
     prefill: int = 0
     decode: int = 0
     prepare_engine: Callable[[], object] | None = None
-    """Called in an engine's process before it attaches (`ObedientEngine`)."""
 
     @staticmethod
     def section(gpus: Gpus | None, role: Role) -> Settings:
-        """Return a section of a daemon's configuration; empty with pools in host memory."""
         if gpus is None:
             return {}
         gpu = gpus.prefill if role is Role.PREFILL else gpus.decode
@@ -55,8 +51,6 @@ class Gpus:
 
 @dataclass
 class Facts:
-    """The facts of a daemon that must not change unless it is struck."""
-
     pid: int
     incarnation: str
     worker_pid: int
@@ -65,18 +59,14 @@ class Facts:
 
 @dataclass
 class FaultCluster:
-    """The daemons and the engines. `close` ends all of them."""
-
     cluster: Cluster
     engines: dict[Role, ObedientEngine] = field(default_factory=dict)
     shares: bool = False
     """Prompts begin alike, and their pages stay on both nodes."""
     prompts: dict[int, Prompt] = field(default_factory=dict)
-    """The prompts of rooms, where rooms share."""
     shared_tokens: int = SHARED_TOKENS
     model: str = "tiny-v4"
     gpus: Gpus | None = None
-    """Where the nodes' device pools are; in host memory when there are none."""
     _last_prompt: int = 0
     _ports: dict[str, str] = field(default_factory=dict)
 
@@ -186,11 +176,9 @@ class FaultCluster:
         return self._named(int(eventually("a ticket", look)), prompt)
 
     def begin(self, room: int, tokens: int = TOKENS) -> int:
-        """Have prefill's engine begin a room; returns the tokens that were computed before."""
         return int(self.sender.call("begin", room, tokens, self.prompts.get(room)))
 
     def claim(self, room: int, tokens: int = TOKENS) -> int:
-        """Have decode's engine claim a room and check its bytes; returns the tokens that decode held before."""
         return int(self.reader.call("claim", room, tokens, self.prompts.get(room)))
 
     def state(self, daemon: DaemonProcess, room: int) -> str:
@@ -336,7 +324,6 @@ class FaultCluster:
             assert (found.incarnation == was.incarnation) == worker_struck
 
     def check_files(self, daemon: DaemonProcess) -> None:
-        """Files in shared memory are those of this life, and no other."""
         prefix = file_prefix(str(daemon.config["instance"]), f"{daemon.role}-node-0")
         names = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
         incarnation = status(daemon)["incarnation"]

@@ -37,8 +37,6 @@ SIBLING_TOKENS = SHARED_BY_LATE_TOKENS
 
 @dataclass
 class LateWriterCluster(FaultCluster):
-    """See the module. `late` is the prefill daemon of the base class."""
-
     second: DaemonProcess = field(kw_only=True)
     faulty: bool = False
     """Nothing that the late daemon sends arrives in time."""
@@ -115,7 +113,6 @@ class LateWriterCluster(FaultCluster):
         return self.claim(room, tokens)
 
     def check_filled(self) -> None:
-        """Every byte of every room that was given pages is its own, and the sibling's are."""
         for room in self.filled:
             self.reader.call("check", room, FILL_TOKENS)
         if self.sibling:
@@ -211,7 +208,6 @@ def over(stage: LateWriterCluster, room: int) -> None:
 
 
 def freed(stage: LateWriterCluster) -> None:
-    """Wait until the decode daemon has shut the writer out and given the late room's pages back."""
     eventually("freed", lambda: status(stage.decode)["available_pages"]["full"] >= LATE_TOKENS // 256)
 
 

@@ -31,7 +31,6 @@ from tests.helpers.obedient_engines import ObedientEngine
 from tests.helpers.prompts import TIER, Keyed
 
 ENGINE_CALL_S = 60.0
-"""Longest call of an engine, which may be stopped, as may its daemon."""
 MODEL = "tiny-v4"
 PAGES = {"full": 28, "swa": 18, "request": 10}
 HOST_PAGES, HOST_COPIES, CHECKPOINTS = 44, 40, 16
@@ -41,7 +40,6 @@ KEEP_S = 600
 
 @contextmanager
 def load_cluster(transport: str) -> Iterator[Cluster]:
-    """Start bootstrap, a prefill and two decode daemons over one store; end and remove all at exit."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     cut = CutSettings(transport="mooncake", addresses=("127.0.0.1",), after_share=0.0, flag=str(folder / "cut"))
     order = ["mooncake", "local"] if transport == "mooncake" else [transport]
@@ -147,12 +145,9 @@ EVERY_S = (1.0, 5.0)
 STOP_S = (0.5, 6.0)
 CUT_S = 0.5
 RETURN_S = 90.0
-"""A daemon that was struck is ready again within this time."""
 
 
 class Chaos:
-    """Strikes against one load. `strike` makes one when its time has come."""
-
     def __init__(self, load: RandomLoad, seed: int) -> None:
         self._load = load
         self._drawn = random.Random(seed)
@@ -173,7 +168,6 @@ class Chaos:
             self._strikes["connections cut"] = (8, self._cut)
 
     def strike(self) -> None:
-        """Make a strike, if it is time for one, and wait until all can serve again."""
         if time.monotonic() < self._due_s:
             return
         names = list(self._strikes)
@@ -208,7 +202,6 @@ class Chaos:
             victim.send_signal(signal.SIGCONT)
 
     def _damage_store(self, _: DaemonProcess) -> None:
-        """Flip a byte, cut, empty, or exchange objects of the store."""
         files = [path for path in self._load.store.rglob("*") if path.is_file() and path.stat().st_size > 1_000]
         for path in self._drawn.sample(files, min(3, len(files))):
             try:
@@ -303,8 +296,6 @@ def drawn_prompt(drawn: random.Random, conversations: int) -> Branch:
 
 @dataclass(frozen=True)
 class Case:
-    """One room: what its client tells the daemons, and which tokens its engines have."""
-
     kind: str
     prompt: Branch
     to_prefill: Branch | None

@@ -54,8 +54,6 @@ CHUNK_TOKENS = (64, 256, 512)
 
 
 class RandomLoad:
-    """One load over one set of daemons: `run` it. Made by `random_load`."""
-
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster, self.seed = cluster, seed
         self.store, self.cut_flag = cluster.folder / "store", cluster.folder / "cut"
@@ -101,7 +99,6 @@ class RandomLoad:
                         self._under_way -= 1
 
     def _ask(self, calls: httpx.Client, drawn: random.Random, answered: Branch | None) -> Branch | None:
-        """Take one room from its admission to its end; returns its prompt with the answer that stayed, if any."""
         prompt = drawn_prompt(drawn, CONVERSATIONS)
         if answered is not None and answered.length < MOST_TOKENS - 1 and drawn.random() < 0.3:
             prompt = answered.longer(11, drawn.randint(1, MOST_TOKENS - answered.length))
@@ -138,7 +135,6 @@ class RandomLoad:
     def _admit(
         self, calls: httpx.Client, drawn: random.Random, case: Case, answer_tokens: int
     ) -> tuple[int, DaemonProcess] | None:
-        """Admit a room at both ends; None when a daemon has no room for it."""
         tokens, decode = case.prompt.length, drawn.choice(self.decodes)
         body: dict[str, Any] = {"prompt_tokens": tokens, "namespace": case.prompt.namespace}
         body |= {"client": f"client {drawn.randrange(4)}", "max_new_tokens": answer_tokens}
@@ -171,7 +167,6 @@ class RandomLoad:
         return int(admitted["room"]), decode
 
     def _compute(self, drawn: random.Random, case: Case, room: int, gives_up: bool) -> bool:
-        """Have prefill's engine take a room to its end; whether it got there."""
         call, tokens = self.seats[self.prefill.name].taken(), case.prompt.length
         with self._let_go("prefill", call, room):
             start = computed = call("begin", room, tokens, case.begun)
@@ -309,7 +304,6 @@ class RandomLoad:
         }
 
     def _rest(self) -> None:
-        """Wait until all rooms have ended and every page is free or cached."""
         eventually("no room under way", lambda: not self._under_way, CLAIM_S + 2 * ENGINE_CALL_S)
         self.cluster.wait_ready()
         for node in self.nodes:
@@ -327,7 +321,6 @@ class RandomLoad:
 
 @contextmanager
 def random_load(transport: str, seed: int) -> Iterator[RandomLoad]:
-    """Start the daemons and their engines; end and remove all at exit."""
     with load_cluster(transport) as cluster:
         load = RandomLoad(cluster, seed)
         try:
@@ -337,7 +330,6 @@ def random_load(transport: str, seed: int) -> Iterator[RandomLoad]:
 
 
 def main() -> int:
-    """Run the load and print what happened; 0 when nothing was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.random_load", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--transport", choices=["local", "mooncake"], default="local")

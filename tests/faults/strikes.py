@@ -32,7 +32,6 @@ ENGINES = {Victim.PREFILL_ENGINE: Role.PREFILL, Victim.DECODE_ENGINE: Role.DECOD
 
 
 def cases(strikes: Iterable[tuple[Victim, Fault]], *, short: Collection[tuple[Victim, Fault]] = ()) -> list[Any]:
-    """Strikes as parameters, with names that a shell likes."""
     mark = pytest.mark.faults_short
     return [
         pytest.param(*strike, marks=mark if strike in short else (), id="-".join(strike).replace(" ", "_"))
@@ -44,12 +43,10 @@ class Strike:
     def __init__(self, stage: FaultCluster, victim: Victim, fault: Fault) -> None:
         self.stage, self.victim, self.fault = stage, victim, fault
         self.held_up = stage.worker_pid(stage.prefill)
-        """The prefill rank worker that `furnish` froze."""
         self.pid = self._pid()
 
     @property
     def daemon(self) -> DaemonProcess | None:
-        """The daemon that is struck, itself or its worker; none for engines."""
         stage = self.stage
         return {
             Victim.PREFILL: stage.prefill,

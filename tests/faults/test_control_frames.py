@@ -156,8 +156,6 @@ ROOMS = 6
 
 
 class ProxiedCluster(FaultCluster):
-    """A stage whose decode daemon reaches the prefill daemon through a proxy."""
-
     proxy: FrameProxy
 
     @property
@@ -175,7 +173,6 @@ def stage() -> Iterator[ProxiedCluster]:
 
 @pytest.fixture(autouse=True)
 def _whole_again(stage: ProxiedCluster) -> Iterator[None]:
-    """Calm weather after each test: everything is free and the next room crosses."""
     yield
     stage.proxy.weather = calm
     for daemon in stage.nodes:

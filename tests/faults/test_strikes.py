@@ -89,7 +89,6 @@ def _strike(stages: ClusterCache[FaultCluster], matrix: list[Row], transport: st
 
 @pytest.mark.usefixtures("executed")
 def test_a_prefill_daemon_that_returns_at_another_port(stages: ClusterCache[FaultCluster]) -> None:
-    """Its name proves that the old life has ended, wherever it is found."""
     with stages.on("local") as stage:
         room = stage.bring([State.PARTIAL])[State.PARTIAL]
         stage.prefill.kill()

@@ -95,7 +95,6 @@ PATIENT = {
 
 @contextmanager
 def verifying() -> Iterator[tuple[LiveCluster, int, Callable[[], None]]]:
-    """A cluster, a room that is to be verified, and what lets its verification begin."""
     with live_cluster(decode=PATIENT, prefill={"timeouts": {"control_heartbeat_s": 0.25}}) as live:
         assert live.reader is not None
         live.serves()

@@ -25,7 +25,6 @@ from tests.helpers.gpu import SMALL_VARIABLE, environment_for, reason_without_de
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 15.0
-"""From the interruption at a deadline to SIGKILL."""
 LEAST_S = 10.0
 """With less time than this a step is not begun."""
 NO_DEVICE = 2
@@ -39,7 +38,6 @@ SANITIZER_EXIT = 86
 class Run:
     output: Path
     chosen: str = ""
-    """Pytest's expression for the tests to run; empty for all."""
     at_once: int = 1
     devices: tuple[str, ...] = ()
     """As in CUDA_VISIBLE_DEVICES."""
@@ -181,11 +179,9 @@ async def run_limited(command: Sequence[str], deadline_s: float, environment: di
 TOTAL_S = 570.0
 """All steps together: a limit. They are meant to take 400 s, the tests that run alone included."""
 ALONE_S = 150.0
-"""The part of that for the tests that run alone."""
 DEADLINE_S = 300.0
 """For one step; three times what the longest takes."""
 PARTS = ("tests", "contract", "memcheck", "racecheck")
-"""The last two are tools of compute-sanitizer."""
 SANITIZERS = ("memcheck", "racecheck")
 KERNEL_TESTS = ("test_copy_stretches.py", "test_digest.py", "test_swap_in.py", "test_twin_copies.py")
 CONTRACT_HALVES = ("nixl", "not nixl")
@@ -204,9 +200,7 @@ class Step:
     name: str
     part: str
     targets: tuple[str, ...]
-    """Pytest's arguments: files or folders of the repository."""
     chosen: str = ""
-    """Pytest's expression for the tests to run; empty for all."""
     alone: bool = False
     """Whether it runs the tests marked `alone`, or those that are not."""
     deadline_s: float = DEADLINE_S
@@ -218,8 +212,6 @@ class Step:
 
 
 def all_steps(root: Path) -> list[Step]:
-    """Every step, the longest first; the one that runs alone is the last."""
-
     def place(step: Step) -> int:
         name = "sanitizer" if step.tool else step.name.partition("/")[2]
         begins = LONGEST_FIRST.split()

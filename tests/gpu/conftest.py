@@ -10,7 +10,6 @@ from tests.helpers.twin_pools import Streams
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` when this process has no device."""
     skip_without_device(items)
 
 

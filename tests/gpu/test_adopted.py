@@ -39,7 +39,6 @@ SETTING = Setting(
 
 
 def engine_memory(pages, device, exclude):
-    """The regions of one rank, and the tensors that have to be kept."""
     rank = Rank(pp=0, tp=0)
     part = RankPart.of(TINY, rank, pp_size=1, tp_size=1)
     regions, tensors = [], []

@@ -27,7 +27,6 @@ ROUNDS = 3
 SETTLE_S = 0.5
 """The default of timeouts.engine_settle_s."""
 WATCH_S = 1.0
-"""How long a page that is free is watched."""
 
 
 @contextmanager

@@ -30,7 +30,6 @@ def live(request: pytest.FixtureRequest, device: int) -> Iterator[LiveCluster]:
 
 
 def on_host_alone(live: LiveCluster, number: int, *, by_layer: bool = False) -> Conversation:
-    """A conversation of three pages that both devices have lost."""
     talk = Conversation(live, number, by_layer=by_layer)
     talk.cross(3 * PAGE + 40)
     on_host(*live.nodes)
@@ -65,7 +64,6 @@ def test_no_host_waits_for_a_load_and_the_engines_stream_does(live: LiveCluster,
     calls: dict[str, float] = {}
 
     def timed(engine: Engine, verb: str) -> Any:
-        """The engine's verb, with its load stream asleep, and its time taken."""
         real = getattr(engine, verb)
 
         def call(*given: Any, **more: Any) -> Any:

@@ -12,7 +12,6 @@ FLASH = "deepseek-v4-flash"
 
 
 def two_worlds(device: int, **facts) -> tuple[SparseSimulation, SparseSimulation]:
-    """The same world on the CPU and on the GPU; equal calls lead to equal states."""
     return SparseSimulation(**facts), SparseSimulation(device=f"cuda:{device}", **facts)
 
 
@@ -49,8 +48,6 @@ def test_requests_come_and_go_as_on_the_cpu(device, hot_rows, form):
 
 
 class CapturedStep:
-    """Every layer's append and swap_in of a padded batch, in one graph."""
-
     def __init__(self, world: SparseSimulation, batch: int) -> None:
         layers, device = world.component.layers, world.device
         self.world, self.batch = world, batch

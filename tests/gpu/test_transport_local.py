@@ -245,7 +245,6 @@ class LocalTransportPair:
     peer: Peer
     source: DeviceBuffer
     process: PeerProcess
-    """Owns the destination."""
     page_bytes: int
     layers: int
     page_ids: np.ndarray
@@ -266,7 +265,6 @@ class LocalTransportPair:
         )
 
     def move(self) -> float:
-        """Move everything once; returns the seconds from `submit` to DONE."""
         operations = self.operations()
         begun_s = time.perf_counter()
         transfer = self.transport.submit(self.peer, operations, deadline_s=MOVE_LIMIT_S)

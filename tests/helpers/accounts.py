@@ -42,7 +42,6 @@ def cached_pages(book: PageBook) -> Pages:
 
 
 def check_allocator(allocator: RunAllocator) -> None:
-    """Compare every structure of an allocator with its map of free pages."""
     expected = {start: stop - start for start, stop in runs_of(np.flatnonzero(allocator._is_free))}
     by_length = allocator._starts_of_length
     assert allocator._length_at_start == expected

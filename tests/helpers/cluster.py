@@ -26,7 +26,6 @@ __all__ = ["START_S", "Cluster", "DaemonProcess", "cluster", "daemon_config", "e
 
 
 def eventually(what: str, look: Callable[[], Any], timeout_s: float = 60.0, pause_s: float = 0.02) -> Any:
-    """Return the first true value of `look`, or fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         found = look()
@@ -132,7 +131,6 @@ class MutatedDaemon(DaemonProcess):
 
 
 def mutated(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str = "") -> DaemonProcess:
-    """The same daemon, changed; or itself when there is no code."""
     if not daemon_code and not worker_code:
         return daemon
     changed = MutatedDaemon(daemon.role, daemon.name, daemon.folder, daemon.config, ends_with_us=True)

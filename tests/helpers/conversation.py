@@ -20,7 +20,6 @@ PAGE = 256
 """Tokens, of the tiny models."""
 MODEL = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
 TIER = {"tier": MODEL}
-"""For nodes that keep prefixes on their devices."""
 CLAIM_S = 30.0
 
 
@@ -58,7 +57,6 @@ def compute(engine: PrefillEngine, begun: PrefillRoom, keys: Keys, *, checkpoint
 
 
 def read(engine: DecodeEngine, room: int, tokens: int, keys: Keys, **asked: Any) -> DecodeRoom:
-    """Claim a room once it is committed, and compare every byte of its prompt, whoever sent it."""
     claimed = engine.claim(room, timeout_s=CLAIM_S, page_keys=keys, **asked)
     _wait_layers(claimed, **asked)
     _compare(engine, room, claimed.tables, tokens, keys)
@@ -112,7 +110,6 @@ class Conversation:
         return Turn(self, self.live.ticket(tokens, max_new_tokens=more, **named(keys), **asked)["room"], tokens, keys)
 
     def cross(self, tokens: int, *, checkpoints: bool = True, **asked: Any) -> Turn:
-        """Take a request through its whole life, until both sides have let go of it."""
         turn = self.turn(tokens, **asked)
         turn.compute(checkpoints=checkpoints)
         turn.read()
@@ -123,8 +120,6 @@ class Conversation:
 
 @dataclass
 class Turn:
-    """One request of a conversation, and what its engines were told."""
-
     talk: Conversation
     room: int
     tokens: int

@@ -40,7 +40,6 @@ install({told!r})
 
 
 def install(told: list[str]) -> None:
-    """Watch the transports that this rank worker's process makes."""
     cuts = {settings.transport: Cut(settings) for settings in map(CutSettings.model_validate_json, told)}
     create = lifecycle.create_transport
 
@@ -54,8 +53,6 @@ def install(told: list[str]) -> None:
 
 
 class Cut:
-    """Ends connections while its flag is up, once a transfer has come far enough."""
-
     def __init__(self, settings: CutSettings) -> None:
         self._settings = settings
         self._flag = Path(settings.flag)
@@ -90,7 +87,6 @@ class Cut:
 
 
 def watch(transport: Transport, cut: Cut) -> None:
-    """Tell a cut how far the transfers of a transport have come."""
     submit = transport.submit
 
     def watched(peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:

@@ -17,7 +17,6 @@ def example_configs() -> dict[str, str]:
 
 
 def known_keys() -> set[str]:
-    """Return the keys of all roles, also of sections that are null by default."""
     found: set[str] = set()
     for kind in ROLES.values():
         schema = kind.model_json_schema()

@@ -125,8 +125,6 @@ class FakeCuda:
 
 
 class FakeEvent:
-    """An event that is reached when a test says so."""
-
     def __init__(self, handle: bytes = b"") -> None:
         self.handle = handle or secrets.token_bytes(64)
         self.streams: list[int] = []

@@ -26,8 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Fate(Enum):
-    """The end of a transfer once the inner transport has delivered its operations."""
-
     DONE = "done"
     FAIL = "fail"
     DIE = "die"
@@ -36,8 +34,6 @@ class Fate(Enum):
 
 @dataclass(slots=True)
 class _LateDelivery:
-    """Operations of a transfer that has been reported as failed and not quiet."""
-
     due_s: float
     peer: Peer
     operations: Operations
@@ -46,8 +42,6 @@ class _LateDelivery:
 
 
 class FaultySettings(FrozenModel):
-    """Which faults. None of them unless it is asked for."""
-
     seed: NonNegative = 0
     delay_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """Each transfer is reported as done no sooner than so long after its start; its bytes arrive when they do."""
@@ -141,7 +135,6 @@ class FaultyTransport:
         self._late = remaining
 
     def _cut(self, operations: Operations) -> tuple[Operations, Fate]:
-        """Return the operations that are delivered, and what happens then."""
         settings = self._settings
         for limit, fate in ((settings.die_after_operations, Fate.DIE), (settings.fail_after_operations, Fate.FAIL)):
             if limit is not None and self._handed_over + len(operations) > limit:
@@ -165,8 +158,6 @@ class FaultyTransport:
 
 
 class _FaultyTransfer(Transfer):
-    """Tells of an inner transfer as the settings want."""
-
     def __init__(self, transport: FaultyTransport, inner: Transfer, fate: Fate, deadline_s: float) -> None:
         self._transport = transport
         self._inner = inner

@@ -98,7 +98,6 @@ class Fleet:
 
 @contextmanager
 def fleet(pairs: int, **config: Any) -> Iterator[Fleet]:
-    """Run bootstrap with `pairs` instances of each role until the end of the block."""
     made, started = Fleet(pairs), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(made.run(started, config)), name="fleet")
     thread.start()

@@ -65,7 +65,6 @@ class Gate:
 
 
 def install(path: str) -> None:
-    """Have every slice that this process's transports give to a GPU wait at the gate."""
     gate, start, registered = Gate(Path(path)), CopyStream.start, set[int]()
     gate.restart()
     stands_in = type(runtime.library()).__module__.endswith("cuda_stand_in")

@@ -91,8 +91,6 @@ class Bytes(Closing):
 
 @dataclass(frozen=True)
 class Form:
-    """How the pages of all layers lie in one stretch of memory, in extents with gaps between them."""
-
     layers: int
     pages: int
     page_bytes: int

@@ -57,7 +57,6 @@ class Child:
 
 @contextmanager
 def child(target: Callable[..., None], *arguments: object) -> Iterator[Child]:
-    """Run `target(pipe, *arguments)` in a new process, which is ended at exit."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *arguments), name=target.__name__, daemon=True)
@@ -128,7 +127,6 @@ def mark_late(pipe: Connection, shared: tuple[SharedRegion, ...]) -> None:
 
 
 def own_pool(pipe: Connection, device: int) -> None:
-    """Make a pool, write one request into it and say how others open it."""
     pool = MemoryPool.on_gpu(placement(device))
     views = PoolViews(TINY, pool.regions())
     write(views, 1)
@@ -144,7 +142,6 @@ def count_up(pipe: Connection, runtime_dir: str, room: int, tokens: int, witness
 
 
 def count_up_claimed(pipe: Connection, runtime_dir: str, room: int, _tokens: int, witness: str, device: int) -> None:
-    """The same as a decode engine, which claims the room."""
     torch.zeros(1, device=f"cuda:{device}")
     engine = DecodeEngine.attach(runtime_dir)
     _count_in(engine, engine.claim(room, timeout_s=ANSWER_S).tables, pipe, witness)

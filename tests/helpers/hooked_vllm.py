@@ -35,7 +35,6 @@ from tests.helpers.rooms import GEOMETRY, PAGE, R0
 from tests.helpers.vllm_links import attach
 
 OURS = ("connector",)
-"""Modules of the adapter that import vLLM."""
 PACKAGE = "kvbridge.engine.vllm"
 STEPS = 6
 """A refusal, or an end, is reported within so many."""
@@ -169,7 +168,6 @@ class Node:
             self._send(engine, event)
 
     def attach(self) -> PrefillEngine | DecodeEngine:
-        """Return an engine that serves no rank."""
         wire = Wire(f"engine-{len(self.wires)}", self)
         self.wires[wire.name] = wire
         link = EngineLink.__new__(EngineLink)
@@ -180,7 +178,6 @@ class Node:
         return kind(link, answer, EngineMemory(answer, {}, None, None), StreamOrder({}), workers=())
 
     def endpoint(self) -> Any:
-        """Return the node's address for decode."""
         prefill = self.role is Role.PREFILL
         return SimpleNamespace(control=PeerAddress(endpoint="tcp://127.0.0.1:7801") if prefill else None)
 
@@ -208,7 +205,6 @@ class Vllm:
         """Requests that wait for a load, or whose blocks are held, until that is reported."""
         self.failed: set[str] = set()
         self.failures: dict[str, int] = {}
-        """Counted by both connectors."""
 
     def _attached(self) -> NodeAttachment:
         attachment = NodeAttachment(self.node.role, self.node.runtime_dir)
@@ -216,7 +212,6 @@ class Vllm:
         return attachment
 
     def arrives(self, request: Any, blocks: list[int]) -> None:
-        """A request comes and is scheduled at once, with all the blocks that it needs."""
         self.scheduler.on_new_request(request)
         if request.abort_immediately:
             self.scheduler.request_finished_all_groups(request, ([],))
@@ -229,7 +224,6 @@ class Vllm:
             self.waiting[request.request_id] = request
 
     def ends(self, request: Any, blocks: list[int], status: Status = Status.FINISHED_LENGTH_CAPPED) -> Any:
-        """A request ends; returns the `kv_transfer_params` of its answer."""
         request.status = status
         held, answer = self.scheduler.request_finished_all_groups(request, (blocks,))
         if held:
@@ -291,15 +285,12 @@ class FullAttentionSpec:
 
 @dataclass
 class SlidingWindowSpec:
-    """As vLLM's."""
-
     block_size: int
     sliding_window: int
     extra_retained_tokens: int = 0
 
 
 def cache_config(*specs: Any, **more: Any) -> Any:
-    """A KVCacheConfig with one group for each spec."""
     each = {"host_resident": False, "enable_kv_transfer": True}
     groups = [
         SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{number}.attn"], **each)

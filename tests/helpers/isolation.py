@@ -104,11 +104,8 @@ def nothing_is_left_by_the_test(nothing_is_left_by_the_file: None) -> Iterator[N
 
 
 State = dict[str, object]
-"""The findings, by names that a reader understands."""
 Helpers = dict[tuple[str, int | None], str]
-"""Threads and child processes by number, with what they are."""
 ModuleNames = dict[str, dict[str, object]]
-"""The object behind each global name of each module of ours."""
 
 GRACE_S = 10.0
 """Threads and children that were told to end may take this long; nobody waits where nothing is left over."""
@@ -145,12 +142,10 @@ def read_settings() -> State:
 
 
 def read_names() -> ModuleNames:
-    """Which object each global name of our modules stands for."""
     return {name: vars(module).copy() for name, module in list(sys.modules.items()) if name.startswith(OURS)}
 
 
 def read_helpers() -> Helpers:
-    """Threads and child processes."""
     found: Helpers = {("thread", thread.ident): thread.name for thread in threading.enumerate()}
     for pid in _children():
         command = _command(pid)
@@ -193,10 +188,8 @@ class _Known:
 
     def __init__(self) -> None:
         self.loaded = 0
-        """How many modules there were."""
         self.ours: list[dict[str, object]] = []
         self.names = -1
-        """How many names our modules had together."""
         self.containers: list[tuple[str, Sized]] = []
 
 
@@ -204,7 +197,6 @@ _known = _Known()
 
 
 def _containers() -> list[tuple[str, Sized]]:
-    """All containers of our modules that can grow."""
     if _known.loaded != len(sys.modules):
         _known.loaded, _known.names = len(sys.modules), -1
         _known.ours = [vars(module) for name, module in list(sys.modules.items()) if _is_watched(name)]

@@ -29,7 +29,6 @@ class LaterCodec(MessageCodec[Any]):
 
     @classmethod
     def of(cls, codec: MessageCodec[Any]) -> LaterCodec:
-        """The same messages, a release later."""
         other = cls.__new__(cls)
         other.__dict__.update(vars(codec))
         return other

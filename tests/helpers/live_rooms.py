@@ -32,14 +32,12 @@ def http(
 
 
 def control_of(daemon: DaemonProcess) -> dict[str, str]:
-    """A prefill daemon's control socket as requests name it."""
     found = daemon.endpoint().control
     assert found is not None
     return found.model_dump()
 
 
 def reserve(daemon: DaemonProcess, body: dict[str, Any], headers: Headers | None = None) -> int:
-    """Reserve a room on a daemon, which has to have place for it; returns its id."""
     answer = http("POST", daemon, "/v1/requests", json=body, headers=headers)
     assert answer.status_code == 201, answer.text
     return int(answer.json()["room"])
@@ -52,7 +50,6 @@ def status(daemon: DaemonProcess, headers: Headers | None = None) -> dict[str, A
 
 
 def metric(daemon: DaemonProcess, name: str, *, headers: Headers | None = None, **labels: str) -> float:
-    """The value of one sample of a daemon's metrics, 0 when there is none (yet)."""
     answer = http("GET", daemon, "/metrics", headers=headers)
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
@@ -62,7 +59,6 @@ def metric(daemon: DaemonProcess, name: str, *, headers: Headers | None = None, 
 
 
 def frames_refused(daemon: DaemonProcess, reason: str, headers: Headers | None = None) -> float:
-    """How many control frames a daemon has refused for a reason."""
     return metric(daemon, "kvbridge_control_frames_refused_total", reason=reason, headers=headers)
 
 
@@ -106,8 +102,6 @@ def report(daemon: DaemonProcess, room: int, headers: Headers | None = None) -> 
 
 
 def ends(daemon: DaemonProcess, room: int, state: str, code: str = "", headers: Headers | None = None) -> str:
-    """Wait for the end of a room, check how it ended, and return the reason."""
-
     def look() -> dict[str, Any] | None:
         answer = http("GET", daemon, f"/v1/requests/{room}?wait=15", headers=headers)
         assert answer.status_code == 200, answer.text
@@ -208,7 +202,6 @@ class LiveCluster:
         return claimed
 
     def cross(self, tokens: int = 1000, room: int | None = None) -> int:
-        """Take a room, a new one unless named, through its whole life and check its bytes."""
         room = self.pair(tokens) if room is None else room
         assert self.reader is not None  # attached before the commit is told
         self.write(room, tokens)
@@ -242,7 +235,6 @@ class LiveCluster:
                             view.page(page_id).fill_(0xA5)
 
     def end_rooms(self) -> None:
-        """Let both engines go and end every room that is under way, on daemons that answer."""
         self.detach()
         for daemon in (self.prefill, self.decode):
             with suppress(httpx.HTTPError, BridgeError):
@@ -256,7 +248,6 @@ class LiveCluster:
             assert "Traceback" not in daemon.log_path.read_text(), f"{daemon.name}:\n{daemon.log(40)}"
 
     def serves(self) -> None:
-        """Everybody is ready, every page is free, and the next room crosses."""
         for daemon in (self.prefill, self.decode):
             all_free(daemon, self.headers)
             assert http("GET", daemon, "/ready").status_code == 200, http("GET", daemon, "/ready").text
@@ -277,7 +268,6 @@ def live_cluster(*, model: str = "tiny-v4", **settings: Any) -> Iterator[LiveClu
 
 
 def raises_code(code: str, call: Callable[[], object]) -> str:
-    """The call is refused with that stable code; returns the text."""
     with pytest.raises(BridgeError) as caught:
         call()
     assert caught.value.code == code, f"{caught.value.code}: {caught.value}"

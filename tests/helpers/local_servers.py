@@ -71,7 +71,6 @@ class MooncakeServers:
         self._master.kill()
 
     def halt_owner(self) -> None:
-        """Keep it from answering, though its connections stay."""
         assert self._owner.process is not None
         stop(self._owner.process.pid)
 

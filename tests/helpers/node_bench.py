@@ -42,7 +42,6 @@ HISTORY = list(range(1_000, 1_000 + 20 * rooms.PAGE))
 
 
 def keys_of(tokens: int | list[int]) -> Keys:
-    """The page keys of a prompt: of these tokens, or of so many of the history."""
     return page_keys(IDENTITY, HISTORY[:tokens] if isinstance(tokens, int) else tokens)
 
 
@@ -166,7 +165,6 @@ class PrefillBench(NodeBench):
         return [order for order in rooms.pick(self.workers.messages, worker_messages.Send, rank) if order.room == room]
 
     def sent(self, order: worker_messages.Send | None = None, rank: Rank = rooms.R0, **fields) -> None:
-        """A rank has carried out an order: the last one, unless one is named."""
         order = order or self.orders(rank)[-1]
         about = {"room": order.room, "generation": order.generation, "order": order.order}
         fields = {"amounts": rooms.full_amounts(rooms.TOKENS), "seconds": {"move": 1.0}} | fields
@@ -330,8 +328,6 @@ def setup(rank: Rank) -> worker_messages.WorkerSetup:
 
 
 class FakeProcess:
-    """A process that ends when the test says so."""
-
     followed = True
 
     def __init__(self, pid: int) -> None:

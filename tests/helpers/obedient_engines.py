@@ -26,9 +26,7 @@ from tests.helpers import synthetic
 from tests.helpers.prompts import Keyed
 
 CALL_S = 20.0
-"""Longest call of an engine; what it is told to do takes little longer."""
 BUSY_PAGES = 16
-"""Pages of a room that an engine keeps writing to."""
 IDLE_S = 0.02
 """Pause of an idle engine between two looks at calls of its own that wait for its GPU."""
 
@@ -58,7 +56,6 @@ class ObedientEngine:
         return self._process.pid
 
     def call(self, verb: str, *arguments: Any, timeout_s: float = CALL_S + 5) -> Any:
-        """Carry one verb out and return what it returned. Raises the error that it raised there."""
         self._pipe.send((verb, arguments))
         return self._answer(timeout_s)
 
@@ -78,7 +75,6 @@ class ObedientEngine:
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """kill -9, and wait until it is gone."""
         self._process.kill()
         self._process.join(5)
         assert not self._process.is_alive()
@@ -91,7 +87,6 @@ class ObedientEngine:
 
 
 def _serve(role: Role, runtime_dir: str, pipe: Connection, prepare: Callable[[], object] | None) -> None:
-    """The process: attach, then a command at a time until the pipe ends."""
     engine: _Prefill | _Decode | None = None
     while True:
         try:
@@ -254,7 +249,6 @@ class _Decode(_Idle):
         self._claims[room].extend(tokens)
 
     def answer(self, room: int, prompt_tokens: int, tokens: int, prompt: Keyed) -> None:
-        """Write the rows of an answer that fills whole pages behind a prompt that does."""
         write_answer(self._engine, self._claims[room].tables, _keys(self._engine, prompt, tokens), prompt_tokens)
 
     def release(self, room: int, valid_tokens: int = 0, prompt: Keyed | None = None) -> None:

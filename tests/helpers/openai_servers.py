@@ -216,5 +216,4 @@ async def _closed(receive: Receive) -> None:
 
 
 def few_lines() -> Seldom:
-    """A filter of log lines that counts nothing."""
     return Seldom(lambda _event: None)

@@ -81,7 +81,6 @@ class PrefixBench:
         return done
 
     def where(self, name: str, pages: int) -> tuple[int, int]:
-        """How many pages of a prompt are on the device, and how many on the host."""
         path = self.index.match(keys(name, pages))
         return self.index.device.depth(path), 0 if self.index.host is None else self.index.host.depth(path)
 
@@ -89,7 +88,6 @@ class PrefixBench:
         return sum(self.book.counts()[space][state] for state in states)
 
     def need(self, pages: int, windows: int = 0) -> None:
-        """Let something without keys need so many pages, and give them back."""
         owner = self.new_owner()
         self.book.reserve(owner, {FULL: pages, SWA: windows})
         self.book.free(owner)

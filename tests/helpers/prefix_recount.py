@@ -12,7 +12,6 @@ from tests.helpers.accounts import cached_pages
 
 
 def check_cache(cache: PrefixCache) -> None:
-    """Check the index of a cache, and compare it with the page book and with the readers."""
     index, copies = cache.index, cache.copies
     check_index(index)
     cached, known = cached_pages(cache._book), index.all_pages()
@@ -41,7 +40,6 @@ def check_cache(cache: PrefixCache) -> None:
 
 
 def check_index(index: PrefixIndex) -> None:
-    """Compare every structure of an index with every other."""
     records, there = index.records, index.records.all()
     _check_records(records)
     _check_retentions(index.retentions)

@@ -12,12 +12,9 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 
 TIER = {"tier": {"enabled": True, "model_name": "a model", "model_revision": "1"}}
-"""For the nodes that serve them."""
 
 
 class Keyed:
-    """Tokens with page keys, on nodes that have `TIER`."""
-
     namespace: str
 
     def tokens(self, count: int) -> npt.NDArray[np.uint32]:
@@ -37,7 +34,6 @@ class Keyed:
         return page_keys(identity, self.tokens(count))
 
     def asked(self, model: str, count: int) -> dict[str, Any]:
-        """Return what a router says of it in a request."""
         named = {"namespace": self.namespace} if self.namespace else {}
         return {"page_hashes": b64encode(self.keys(model, count).data).decode()} | named
 

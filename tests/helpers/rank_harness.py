@@ -100,8 +100,6 @@ def transport_settings(name: str, *, dead_bytes: bool = False) -> TransportSetti
 
 
 class Crossing:
-    """Connected ranks on both sides, for any number of requests, one at a time."""
-
     def __init__(
         self,
         setting: Setting,
@@ -118,7 +116,6 @@ class Crossing:
         self._rooms = itertools.count(1)
 
     def deliver(self, case: Case, *, seed: int = 0) -> None:
-        """Send one request and check every byte of the destination and every reported amount."""
         room = next(self._rooms)
         random = np.random.default_rng((seed, room, case.tokens))
         source, destination = draw_tables(self.setting, case, random)
@@ -229,7 +226,6 @@ def _amounts(sent: Sent) -> Amounts:
 
 @contextmanager
 def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> Iterator[Crossing]:
-    """Make both nodes' pools, start their workers and connect them."""
     transports = transport_settings(setting.transport, dead_bytes=setting.dead_bytes).model_dump_json()
     with ExitStack() as stack:
         # Rows are small and cores few: the oracle's threads would mostly wait for each other.

@@ -241,8 +241,6 @@ class ThreadLink:
 
 
 class WorkerThread:
-    """One rank worker with its transports, serving on a thread of its own from the moment it is made."""
-
     def __init__(self, setup: worker_messages.WorkerSetup) -> None:
         self.setup = setup
         self._link = ThreadLink()
@@ -306,7 +304,6 @@ class DestinationProcess:
             self._process.join(END_LIMIT_S)
 
     def start(self, setups: Sequence[worker_messages.WorkerSetup]) -> tuple[RankDescription, ...]:
-        """Serve these ranks; returns how each is reached, in the same order."""
         self._pipe.send(tuple(setups))
         return self._answer()
 

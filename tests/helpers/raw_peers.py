@@ -39,7 +39,6 @@ class RawPeer:
         self._context.term()
 
     def frame(self, body: PeerMessage | None, **changed: Any) -> bytes:
-        """A frame of this peer; the next in its order unless said otherwise."""
         facts: dict[str, Any] = {
             "sender": self.incarnation,
             "recipient": self.recipient,
@@ -58,7 +57,6 @@ class RawPeer:
         self.sent += 1
 
     def take(self, kind: type[MessageT], room: int | None = None, timeout_s: float = WAIT_S) -> MessageT:
-        """The next message of a kind (and about a room); others stay for later."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             for message in self.waiting:
@@ -85,8 +83,6 @@ class RawPeer:
 
 
 class RawDecode(RawPeer):
-    """Pretends to be a decode node: connects to a prefill daemon's control socket."""
-
     def __init__(self, endpoint: str, *, keys: CurveKeys | None = None, server_key: str = "") -> None:
         super().__init__(zmq.DEALER)
         if keys is not None:
@@ -102,8 +98,6 @@ class RawDecode(RawPeer):
 
 
 class RawPrefill(RawPeer):
-    """Pretends to be a prefill node: a control socket that one decode daemon connects to."""
-
     def __init__(self, *, keys: CurveKeys | None = None) -> None:
         super().__init__(zmq.ROUTER)
         self.public_key = keys.public if keys else ""
@@ -114,7 +108,6 @@ class RawPrefill(RawPeer):
         self._route = b""
 
     def put(self, frame: bytes) -> None:
-        """Send one frame as it is to the client that spoke last."""
         self.socket.send_multipart([self._route, frame])
 
     def _receive(self, parts: list[bytes]) -> None:

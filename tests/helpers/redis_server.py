@@ -64,7 +64,6 @@ class RedisServer:
 
 @contextmanager
 def redis_server(*, password: str = "") -> Iterator[RedisServer]:
-    """A running server; ended, and its folder removed, afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     server = RedisServer(folder, password=password)
     try:

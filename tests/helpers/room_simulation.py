@@ -55,7 +55,6 @@ class World(SimulatedCalls):
     def __init__(self, *, adopted: bool, digest: DigestKind = DigestKind.NONE, shares: bool = False) -> None:
         self.adopted = adopted
         self.shares = shares
-        """Whether rooms have page keys, and pages stay."""
         self.memory: Memory = {}
         """Belongs to the decode node."""
         self.reused = {"prefill": 0, "decode": 0}
@@ -66,7 +65,6 @@ class World(SimulatedCalls):
         """Rooms of which our rank found what was sent."""
         self.clock = ManualClock()
         self.events = RecordedEvents()
-        """Shared by the rooms of both nodes."""
         self.lives = 0
         self.linked = False
         """Whether decode has a connection to prefill; what is sent to one that it has closed is lost with it."""
@@ -76,7 +74,6 @@ class World(SimulatedCalls):
         """None marks where decode has given the prefill node up and begins a new conversation with it."""
         self.towards_decode: deque[tuple[str, PeerMessage]] = deque()
         self.inspections: deque[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = deque()
-        """Introductions that the prefill node checks elsewhere."""
         self.prompts: dict[Owner, int] = {}
         self.engines = simulated_nodes.Engines("a", "b")
         self.pool = EnginePool(self.memory)
@@ -88,7 +85,6 @@ class World(SimulatedCalls):
         self.given_epochs = dict.fromkeys(simulated_nodes.TRANSPORTS, 0)
         self.revoked_before = dict.fromkeys(simulated_nodes.TRANSPORTS, 0)
         self.towards_rank: deque[NodeToWorker] = deque()
-        """Orders of the fence to the decode node's rank worker."""
         told = SimpleNamespace(
             layers=(R0,),
             send=lambda rank, message: self.towards_rank.append(message),
@@ -142,7 +138,6 @@ class World(SimulatedCalls):
         run_inspection(*self.inspections.popleft())
 
     def deliver_all(self) -> None:
-        """Whatever is on its way between the nodes arrives, and is dealt with."""
         while self.towards_prefill or self.towards_decode or self.inspections:
             if self.inspections:
                 self.inspection_ends()
@@ -156,7 +151,6 @@ class World(SimulatedCalls):
         self.decode_nodes.received(ADDRESS, *self.towards_decode.popleft())
 
     def verify(self, order: Verify, *, changed: bool = False, error: str = "") -> None:
-        """Our rank looks at what has arrived: as it was sent, or `changed`, or it cannot look."""
         self.ranks.orders.remove(order)
         owner = Owner(order.room, order.generation)
         value = reduce(xor, (worker.arrived[owner] for worker in self.prefill.workers.values()), int(changed))
@@ -252,7 +246,6 @@ class World(SimulatedCalls):
             self.decode.admit(request)
 
     def calls(self, stage: str, owner: Owner, tokens: int) -> list[Callable[[], object]]:
-        """Calls of users and engines that bring a room from the stage before to this one."""
         room = owner.room
         prefill, decode = sorted(self.prefill.engines.names), sorted(self.engines.names)
         return {

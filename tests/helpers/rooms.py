@@ -49,7 +49,6 @@ DECODE_LIMITS = DaemonTimeouts(
     pages_s=10, handshake_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50, room_keep_s=300
 )
 TOKENS = 2 * PAGE
-"""Tokens of the prompt of most rooms."""
 PREFILL, DECODE = "aaaa000000000001", "dddd000000000001"
 """Incarnations."""
 
@@ -97,7 +96,6 @@ def full_amounts(prompt_tokens: int, prefix_tokens: int = 0) -> Amounts:
 
 
 def all_rows(geometry: ModelGeometry, demand: Demand, prompt_tokens: int, prefix_tokens: int = 0) -> LaneRows:
-    """Return the reports of all writers of a request."""
     live = {part.kind: part.live_rows(prompt_tokens, prefix_tokens).count for part in geometry.components}
     return {kind: live[kind] * lanes for kind, lanes in demand.lanes().items()}
 
@@ -107,7 +105,6 @@ def lane_rows(amounts: Amounts) -> dict[ComponentKind, int]:
 
 
 def pick(messages: list[tuple[object, object]], kind: type[MessageT], to: object = None) -> list[MessageT]:
-    """The messages of one kind, in order, to everybody or to one."""
     return [message for whom, message in messages if isinstance(message, kind) and to in {None, whom}]
 
 

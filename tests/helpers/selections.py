@@ -8,7 +8,6 @@ import numpy.typing as npt
 
 FOLDER = Path(__file__).parent.parent / "data"
 RECORDED = (2_000, 8_000)
-"""Prompt lengths in tokens, one file each."""
 STEPS = 400
 CHUNK_TOKENS = 512
 
@@ -21,7 +20,6 @@ class Selections(NamedTuple):
 
 
 def selections_file(prompt_tokens: int) -> Path:
-    """Return where the selections after a prompt of so many tokens are kept."""
     return FOLDER / f"selections-{prompt_tokens}.npz"
 
 

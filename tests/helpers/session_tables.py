@@ -24,7 +24,6 @@ def tables_markdown() -> str:
 
 
 def _heard(hearing: Hearing[Any, Any]) -> str:
-    """One line for each state and speaker, in the order of the literal."""
     lines = ["| state | who speaks | message: what it means |", "|---|---|---|"]
     for state, speakers in [*hearing.rows.items(), ("not known", hearing.unknown)]:
         for speaker, row in speakers.items():
@@ -36,7 +35,6 @@ def _heard(hearing: Hearing[Any, Any]) -> str:
 
 
 def _markdown(table: Table[Any, Any, Any]) -> str:
-    """One line a transition, in the order of the literal."""
     lines = ["| state | event | next state | actions |", "|---|---|---|---|"]
     for state, events in table.rows.items():
         for event, (target, actions) in events.items():

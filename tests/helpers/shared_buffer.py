@@ -33,7 +33,6 @@ class SharedBuffer:
         self.length_bytes = length_bytes
 
     def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
-        """Part of the buffer (all of it by default) as something to register."""
         length = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         return Extent(
             address=self.address + offset_bytes,
@@ -85,7 +84,6 @@ class DeviceBuffer:
         return {"origin": whole.origin.model_dump_json(), "offset_bytes": self.address - whole.address}
 
     def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
-        """Part of the buffer (all of it by default) as something to register."""
         whole = self._exported
         return Extent(
             address=self.address + offset_bytes,
@@ -113,7 +111,6 @@ class DeviceBuffer:
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Give the memory back. Nobody uses it any more."""
         self._give_back()
         self._stream.close()
 
@@ -132,7 +129,6 @@ PAUSE_S = 0.0005
 
 
 def operations(*rows: tuple[int, int, int]) -> Operations:
-    """Operations from (source, destination, bytes)."""
     return Operations(*(column.copy() for column in np.array(rows, dtype=np.uint64).reshape(-1, 3).T))
 
 

@@ -139,7 +139,6 @@ class SimulatedCalls:
             self.pool.give_back(owner)
 
     def decode_request_ends(self, room: int) -> None:
-        """An engine with pages of its own is through with a request."""
         for owner in [owner for owner in self.decoding if owner.room == room]:
             self.decoding.discard(owner)
             self.pool.give_back(owner)

@@ -66,7 +66,6 @@ class EnginePool:
         self.memory = memory
         self.of: dict[Owner, list[int]] = {}
         self.found: dict[Owner, int] = {}
-        """How many pages of its prompt each of them found."""
         self.reused = 0
         self._readers: Counter[int] = Counter()
         self._known: dict[Label, int] = {}

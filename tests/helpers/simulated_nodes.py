@@ -92,11 +92,9 @@ class Worker:
     rooms: dict[Owner, OpenRoom] = field(default_factory=dict)
     orders: list[Send] = field(default_factory=list)
     paths: dict[int, Path] = field(default_factory=dict)
-    """By which each order is carried out."""
     endpoints: dict[int, dict[str, int]] = field(default_factory=dict)
     """Epochs of the endpoints that each order was started with: it goes over no newer ones, whatever the worker hears meanwhile."""
     active: list[Send] = field(default_factory=list)
-    """Orders that have failed without being quiet."""
     connected: dict[str, int] | None = None
     """Epochs of the endpoints of the decode node; None while it is not connected."""
     closing: set[Owner] = field(default_factory=set)
@@ -178,7 +176,6 @@ class Worker:
         self._confirm(owner)
 
     def _move(self, order: Send, source: Tables, destination: Tables) -> None:
-        """Every byte of an order arrives: what the source holds now."""
         ours, theirs = self.memory
         for page in pages_sent(order):
             from_table, to_table = source[IndexSpace.FULL], destination[IndexSpace.FULL]
@@ -192,7 +189,6 @@ class Worker:
             self.memory[1][self.rank, int(to_table.ids[page - to_table.first_page])] = GARBAGE
 
     def close_transport(self) -> None:
-        """The transport that would not become quiet is gone."""
         quiet, self.active = self.active, []
         for order in quiet:
             self._confirm(owner_of(order))
@@ -241,8 +237,6 @@ class DecodeRanks:
 
 
 class Engines:
-    """Engine processes of one node by name, and whose pages they use."""
-
     def __init__(self, *names: str) -> None:
         self.names = set(names)
         self.using: dict[str, set[Owner]] = {name: set() for name in names}

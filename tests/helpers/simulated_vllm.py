@@ -41,12 +41,10 @@ class Job:
     status: Status = Status.WAITING
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
-    """Blocks of the prompt."""
     in_flight: int = 0
     """Computed blocks with output that the scheduler has not read."""
     preempted: bool = False
     failed: bool = False
-    """Whether its load has failed."""
     to_generate: int = TO_GENERATE
 
 
@@ -106,7 +104,6 @@ class Engine:
         else:
             self.scheduler.decode = rooms
         self.reports = ServedRole(rooms.role, lambda: None)
-        """Worker 0's reports."""
         self.closed: list[list[str]] = [[] for _ in range(ranks)]
         """Incarnations of nodes that each worker has yet to report as closed."""
         self.block = block
@@ -115,12 +112,9 @@ class Engine:
         self.recompute = recompute
         self.requests: dict[str, Job] = {}
         self.queue: list[str] = []
-        """Waiting, loading and loaded, in their order."""
         self.running: list[str] = []
         self.scheduled: list[str] = []
-        """Running requests that this step computes."""
         self.preempted: set[str] = set()
-        """Requests that were preempted since the last step."""
         self.caches = caches
         """Whether blocks of one request are found by others."""
         self.reads_late = False
@@ -131,7 +125,6 @@ class Engine:
             self.scheduler.prefill.pins = self.pins
         self.known: dict[Hashable, int] = {}
         self.events: deque[RoomEvent] = deque()
-        """Events for worker 0."""
         self.answers: list[tuple[Job, dict]] = []
         self.seen = Counter()
         """Counts of events, to test that this test does something."""

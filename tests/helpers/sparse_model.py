@@ -24,8 +24,6 @@ HOST = frozenset({C4})
 
 @dataclass
 class Alone:
-    """A request that the model decoded alone, in the arithmetic of sparse decode."""
-
     generated: transformers.Generated
     cache: DynamicCache
 
@@ -102,7 +100,6 @@ class SparseRequest:
 def admitted(
     decoder: transformers.SparseDecoder, pools: Pools, slot: int, *, tokens: int, host: PageTable | None = None
 ) -> SparseRequest:
-    """Admit the request in `pools`, with its own host table or another one."""
     tables = pools.tables if host is None else {**pools.tables, IndexSpace.HOST: host}
     read = read_parts(DecodeRoom(engine_of(pools), 1, 1, tokens, tables).parts())
     return SparseRequest(decoder, slot, decoder.admit(slot, tables, read, tokens=tokens))

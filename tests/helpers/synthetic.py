@@ -37,8 +37,6 @@ Rows = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """The first wrong byte of one row of one lane, and where it lies."""
-
     component: ComponentKind
     layer: int
     lane: int
@@ -69,7 +67,6 @@ class Comparison:
     checked_bytes: int
     wrong_bytes: int
     mismatches: tuple[Mismatch, ...]
-    """The first wrong rows."""
 
 
 def expected_rows(
@@ -219,7 +216,6 @@ def _place_keys(words: int) -> Words:
 
 
 def _stream(seeds: int | Words, place: int) -> np.uint64 | Words:
-    """A key for the rows of each seed in one lane of one layer of one component; rows are counted on from it."""
     if isinstance(seeds, int):
         return np.uint64(_mixed_number(seeds ^ place))
     return _mixed(seeds ^ np.uint64(place))
@@ -227,7 +223,6 @@ def _stream(seeds: int | Words, place: int) -> np.uint64 | Words:
 
 @cache
 def _lane_place(kind: ComponentKind, layer: int, lane: int) -> int:
-    """A key for one lane of one layer of one component."""
     key = 0
     for number in (_KIND_NUMBERS[kind], layer, lane):
         key = _mixed_number(key ^ number)
@@ -243,7 +238,6 @@ def _mixed(numbers: Words) -> Words:
 
 
 def _mixed_number(number: int) -> int:
-    """`_mixed` of a single number, which is not worth an array."""
     mixed = (number + 0x9E3779B97F4A7C15) & _WORD_MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _WORD_MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD_MASK

@@ -69,7 +69,6 @@ def make_pools(
 
 
 def copy_request(geometry: ModelGeometry, source: Pools, target: Pools, *, tokens: int) -> None:
-    """Copy every live row of the source's layers, byte for byte, as a transfer does."""
     for component in geometry.components:
         rows = component.live_rows(tokens)
         for layer in source.views.layers(component.kind):
@@ -131,7 +130,6 @@ def load_config() -> dict[str, Any]:
 
 
 def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
-    """Return tokens of the prose that comes with kvbridge, from byte `offset` on."""
     return list(prose(count, offset))
 
 

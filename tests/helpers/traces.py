@@ -8,7 +8,6 @@ LENGTHS = (1, 257, 1000, 130, 513, 64, 300, 255, 2048, 3)
 
 
 def trace_line(number: int = 0, **changes: object) -> dict[str, object]:
-    """One request, 50 ms after the one before it."""
     tokens = LENGTHS[number % len(LENGTHS)]
     line = {"timestamp": 50 * number, "input_length": tokens, "output_length": 5 + number, "hash_ids": [0, number]}
     return line | changes

@@ -35,7 +35,6 @@ class TriedCluster:
         weakref.finalize(self, held.close)
 
     def init(self, *arguments: str) -> str:
-        """Write the configurations, move them to free ports, and return what was printed."""
         told = self.run("init", str(self.folder), "--one-host", *arguments)
         assert told.returncode == 0, told.stderr
         moved = dict(zip(("7900", "7901", "7902"), map(str, self.ports.values()), strict=True))
@@ -57,7 +56,6 @@ class TriedCluster:
 
     @contextmanager
     def up(self) -> Iterator[subprocess.Popen[str]]:
-        """`kvbridge up`, what it prints in a file of the directory."""
         with self.start("up", str(self.folder), said=self.folder / "said") as process:
             try:
                 yield process

@@ -211,8 +211,6 @@ PATIENCE_S = 10.0
 
 
 class Gpu:
-    """The pools of one rank and its node's twins, as a GPU has them."""
-
     def __init__(self, pools: TwinPools, device: int, rank: int, stack: ExitStack) -> None:
         self.pools, self.device, self.rank = pools, device, rank
         self.sides = [
@@ -256,7 +254,6 @@ class Streams:
 
 
 def reached(stream: runtime.Stream) -> None:
-    """Wait for a stream, but not for ever."""
     deadline = time.monotonic() + PATIENCE_S
     while not stream.idle():
         assert time.monotonic() < deadline, "a stream still waits"

@@ -26,7 +26,6 @@ LONGEST_WAIT_S = 1_000
 """All limits of the nodes are shorter."""
 E0 = AttachedEngine("e0", 0, RANKS)
 A = AttachedEngine("a", 0, (R0,))
-"""The attachments of prefill's and of decode's scheduler."""
 ENGINE_RANKS = {"prefill": RANKS, "decode": (R0,)}
 
 
@@ -67,9 +66,7 @@ class Side:
         self.link = Link(self.note)
         self.life = 1
         self.used: dict[Owner, tuple[int, ...]] = {}
-        """The blocks that each attempt at a room was told."""
         self.newest: dict[int, int] = {}
-        """Latest attempt of each room."""
         self.dying: dict[Rank, set[int]] = {}
         """Blocks that a rank's transports of a dead node may still touch."""
         self.failures: list[str] = []
@@ -212,7 +209,6 @@ class Pair:
         return job(f"{name}{self.jobs}", tokens, PAGE, params)
 
     def prefill_node_dies(self) -> None:
-        """The engine lives, and its blocks with it."""
         self.prefill.node_dies()
         memory = dict(self.world.prefill.memory)
         self.world.prefill_dies()

@@ -183,7 +183,6 @@ def at_once(work: Callable[[], Any], _name: str) -> Future[Any]:
 
 class Bench:
     tokens = TOKENS
-    """Tokens of the prompts of its rooms and orders."""
 
     def __init__(
         self,

@@ -31,7 +31,6 @@ _DAEMONS = ("cli.main", "cli.daemons", "daemon.bootstrap", "daemon.decode", "dae
 PRELOADED = [f"kvbridge.{module}" for module in (*_DAEMONS, "worker.lifecycle", "tier.stores.files")]
 """Neither Mooncake nor NIXL: they start threads and read their settings once a process."""
 MODULES = {"kvbridge", "kvbridge.worker.process", "kvbridge.tier.stores.process", "tests.helpers.transport_peer"}
-"""Modules that are run in a fork."""
 FORKED = "# to be forked\n"
 """Code for `python -c` that begins so is run in a fork, too."""
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
@@ -154,7 +153,6 @@ def _can_fork(command: Any, environment: Any, *, own_session: bool) -> bool:
 
 
 def install() -> None:
-    """Have every `ChildProcess` of this process forked that can be."""
     from kvbridge import processes
 
     processes.Popen = ForkedPopen
@@ -274,7 +272,6 @@ def _say(command: str) -> None:
 
 
 def _run(command: list[str]) -> None:
-    """Do what the interpreter does with its arguments."""
     how, what, *arguments = command
     if how == "-c":
         sys.argv = ["-c", *arguments]

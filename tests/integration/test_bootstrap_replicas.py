@@ -24,8 +24,6 @@ def pair(bootstrap: DaemonProcess, **body: Any) -> httpx.Response:
 
 
 def paired(bootstrap: DaemonProcess, **body: Any) -> dict[str, Any]:
-    """A ticket, asked for until there is one."""
-
     def look() -> dict[str, Any] | None:
         answer = pair(bootstrap, **body)
         assert answer.status_code in {201, 503}, answer.text

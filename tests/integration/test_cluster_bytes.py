@@ -41,7 +41,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @contextmanager
 def with_logs(running: Cluster) -> Iterator[None]:
-    """Show what the daemons said when something fails."""
     try:
         yield
     except BaseException as error:
@@ -69,7 +68,6 @@ def check_room(reader: DecodeEngine, room: DecodeRoom, *, host_copies: int = 1) 
 
 
 def mapped_memory(engine: DecodeEngine) -> list[npt.NDArray[np.uint8]]:
-    """Everything of the node that this process has mapped."""
     return [np.frombuffer(mapping.buffer, dtype=np.uint8) for mapping in engine._memory.mapped.mappings]
 
 
@@ -150,8 +148,6 @@ def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport
 
 @dataclass
 class EngineMemory:
-    """Tensors of an engine's own, of one colour, for all ranks of its node."""
-
     regions: dict[Rank, list[Region]]
     tensors: list[torch.Tensor]
 

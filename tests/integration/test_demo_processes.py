@@ -17,8 +17,6 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 class Engine(ExitStack):
-    """Does what it is told."""
-
     def double(self, number: int) -> int:
         return 2 * number
 
@@ -34,7 +32,6 @@ class Engine(ExitStack):
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """An engine that has begun."""
     without_server = SimpleNamespace(Pipe=SPAWN.Pipe, Process=SPAWN.Process, set_forkserver_preload=lambda _: None)
     monkeypatch.setattr(run, "_processes", without_server)
     engine = EngineProcess("the engine", __name__, "Engine", tmp_path / "log")

@@ -47,8 +47,6 @@ def build(*arguments: str) -> None:
 
 @dataclass(frozen=True)
 class Installed:
-    """An environment that has kvbridge from a wheel, and its dependencies from the one that the tests run in."""
-
     folder: Path
 
     def program(self, name: str) -> str:
@@ -77,7 +75,6 @@ def install(wheel: Path, folder: Path) -> Installed:
 
 
 def stranger_environment() -> dict[str, str]:
-    """The environment of somebody who has no checkout."""
     return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
 
 

@@ -25,7 +25,6 @@ def said_by(check: str, findings: list[dict[str, Any]]) -> list[tuple[str, str]]
 
 
 def refused(live: Cluster) -> str:
-    """Return the prefill daemon's log lines of refused connections."""
     lines = [line for line in live.prefill.log().splitlines() if "frame_refused" in line]
     # On a slow machine a message may come twice before it is acknowledged.
     return "\n".join(line for line in lines if json.loads(line)["kind"] != "duplicate")

@@ -35,8 +35,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass
 class Tiers:
-    """A cluster with host tiers, and the policy by which pages move down."""
-
     live: LiveCluster
     policy: str
 

@@ -48,7 +48,6 @@ def hold(daemon: DaemonProcess) -> None:
 
 
 def let_go(daemon: DaemonProcess) -> None:
-    """Copies end again, those that have been held first."""
     (daemon.folder / "hold").unlink(missing_ok=True)
 
 

@@ -51,8 +51,6 @@ def live() -> Iterator[LiveCluster]:
 
 
 class Endpoint:
-    """One daemon's endpoint, and what exists behind it."""
-
     def __init__(self, live: LiveCluster, side: str) -> None:
         self.daemon: DaemonProcess = getattr(live.cluster, side)
         self.side = side

@@ -38,7 +38,6 @@ def test_that_fails(): assert False
 
 
 def test_pytest_names_the_test(tmp_path: Path) -> None:
-    """The plugin at work, in a pytest of its own."""
     file = tmp_path / "test_one.py"
     file.write_text(FILE)
     command = [

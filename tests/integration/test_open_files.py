@@ -15,14 +15,12 @@ pytestmark = pytest.mark.thorough
 
 
 def limits(pid: int) -> tuple[str, str]:
-    """Soft and hard limit of open files of a process."""
     (line,) = [line for line in Path(f"/proc/{pid}/limits").read_text().splitlines() if line.startswith("Max open")]
     soft, hard = line.split()[3:5]
     return soft, hard
 
 
 def started(folder: Path, ulimit: str) -> DaemonProcess:
-    """A prefill daemon, started by a shell with such limits."""
     daemon = DaemonProcess("prefill", "prefill", folder)
     config = daemon_config(
         {"preset": "tiny-gqa"},

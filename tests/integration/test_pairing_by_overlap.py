@@ -24,8 +24,6 @@ BIG = {"prompt_tokens": 24 * PAGE}
 
 @dataclass
 class Fleet:
-    """Two prefill and two decode instances, and engines attached to each."""
-
     live: LiveCluster
     nodes: dict[str, DaemonProcess]
     engines: dict[str, Any] = field(default_factory=dict)

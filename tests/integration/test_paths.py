@@ -40,10 +40,8 @@ class Stage:
     reader: DecodeEngine
     flag: Path
     last: int = 0
-    """The last room."""
 
     def cross(self) -> int:
-        """Send a room, and compare every byte of it."""
         room = self.last = int(self.running.pair(CASE.tokens)["room"])
         write(self.sender, room, CASE)
         claimed = self.reader.claim(room, timeout_s=60)

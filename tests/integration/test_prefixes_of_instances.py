@@ -34,7 +34,6 @@ class Instance:
     """Two prefill nodes with an engine each, and a decode node with its own."""
 
     nodes: list[DaemonProcess]
-    """The two, and decode."""
     engines: list[PrefillEngine]
     reader: DecodeEngine
 

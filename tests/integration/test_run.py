@@ -11,7 +11,6 @@ from tests.run import Suite, environment, run_suite
 
 
 def python(script: str, limit_s: float = 60.0) -> list[str]:
-    """Return the problems of a suite."""
     return run_suite("it", [sys.executable, "-c", script], environment(1, "unit"), limit_s).problems
 
 

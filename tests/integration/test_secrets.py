@@ -33,8 +33,6 @@ POOLS = {"device": {"full": 8, "swa": 8, "request": 2}}
 
 @dataclass
 class Searched:
-    """Three daemons and all secrets that they were given."""
-
     folder: Path
     bootstrap: DaemonProcess
     prefill: DaemonProcess

@@ -27,8 +27,6 @@ PUBLIC = {"bind": "tcp://0.0.0.0:0", "advertise": "tcp://127.0.0.1:0"}
 
 @dataclass
 class Secure:
-    """A secured cluster, its keys, and the lists of keys that its nodes follow."""
-
     live: LiveCluster
     folder: Path
     server: CurveKeys
@@ -55,7 +53,6 @@ class Secure:
         return RawDecode(self.live.control, keys=keys, server_key=self.server.public)
 
     def peers(self) -> dict[str, str]:
-        """Incarnations that prefill knows, by instance."""
         return {peer["instance"]: peer["incarnation"] for peer in status(self.live.prefill, self.live.headers)["peers"]}
 
     def refused(self, reason: str = "unauthenticated") -> float:

@@ -95,12 +95,10 @@ def cross(live: LiveCluster, room: int) -> tuple[str, str]:
 
 
 def exported(live: LiveCluster) -> float:
-    """How many spans the decode node says that the collector has taken."""
     return metric(live.decode, "kvbridge_trace_spans_total", outcome="exported")
 
 
 def lines(live: LiveCluster, room: int) -> list[dict[str, str]]:
-    """Return the log lines of the three daemons about a room's admission and its end."""
     found = [line for daemon in live.cluster.all() for line in daemon.log_path.read_text().splitlines() if "{" in line]
     return [line for line in map(json.loads, found) if line.get("room") == room and line["event"] == "room_ended"]
 

@@ -42,8 +42,6 @@ SMALL = load_config() | {
 
 
 class Engine:
-    """A model with its codec: what a prefill or a decode process has."""
-
     def __init__(self, config, encoding=Encoding.NATIVE):
         self.model = load_model(config, seed=3)
         self.geometry = geometry_from_config(config, encoding=encoding)
@@ -217,7 +215,6 @@ def spoil_windows(engine, stages: list[Pools], ids: list[int]) -> None:
 
 
 def rows_of(stages, tables, tokens: int) -> list[torch.Tensor]:
-    """All live rows of a request."""
     return [each.read() for each in claimed(stages, tokens, tables).parts()]
 
 

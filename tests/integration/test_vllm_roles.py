@@ -148,7 +148,6 @@ def step_until(engines: list[Vllm], done: Any, what: str) -> None:
 
 
 def cross(source: Vllm, target: Vllm) -> None:
-    """One request in plain order."""
     before = target.blocks(*range(BLOCKS)).clone()
     held, params = source.hold([5, 4, 3])
     loaded = target.load(params, [2, 6, 1])
@@ -173,7 +172,6 @@ def refused(source: Vllm, target: Vllm) -> None:
 
 
 def node_dies(role: Role, source: Vllm, target: Vllm) -> None:
-    """Kill a node: its loads and held requests end."""
     if role is Role.PREFILL:
         held, _ = source.hold([5, 4, 3])
         source.step()

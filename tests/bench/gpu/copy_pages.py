@@ -85,7 +85,6 @@ def _pages(address: int, layers: int, each: int) -> PageArray:
 
 
 def _wrong_pages(source: int, target: int, ids: list[torch.Tensor], *, layers: int, each: int) -> int:
-    """How many pages of the destination differ from the source's."""
     words = POOL_PAGES * timing.PAGE_BYTES // 8
     torch.cuda.synchronize()
     sides = [timing.tensor_at(address, words, torch.int64, 0).reshape(layers, each, -1) for address in (source, target)]

@@ -40,10 +40,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 class SwapInBench:
-    """Measures cases one after another on torch's current stream."""
-
     def __init__(self, flush: timing.CacheFlush, replays: int) -> None:
-        """`replays`: how often a case is timed; the median counts."""
         self._flush = flush
         self._replays = replays
         self._stream = torch.cuda.current_stream().cuda_stream

@@ -19,11 +19,9 @@ MOST_LAYERS = 8
 POOL_PAGES = MOST_BATCH * PAGES
 RING_ROWS = 2 * SLOTS
 SETS = 3
-"""Prepared selections, which take turns."""
 AGE_SHARES = (1 / 8, 7 / 32, 7 / 32, 7 / 32, 7 / 32)
 """Shares of the slots, by the generation of their last use; the last share is older than all that are remembered."""
 CHECKED_ROWS = 65_536
-"""Rows that are compared at once."""
 
 
 def layers_for(batch: int, misses: int) -> int:
@@ -91,7 +89,6 @@ class SwapInModel:
         return self.hot_rows + RING_ROWS
 
     def facts(self, top_k: int) -> tuple[SwapInShape, SwapInState, list[LayerMemory]]:
-        """Return what the product's operation over this scene is made of."""
         slot_of_row, row_of_slot, ages, tallies = self.now
         state = SwapInState(
             requests=self.batch,

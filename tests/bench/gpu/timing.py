@@ -203,8 +203,6 @@ def fill_random(address: int, length_bytes: int, device: int, *, seed: int = 0, 
 
 
 class CacheFlush:
-    """Pushes everything out of a device's second-level cache."""
-
     def __init__(self, device: int) -> None:
         self._device = device
         self._bytes = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=f"cuda:{device}")

@@ -38,8 +38,6 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Told:
-    """The writer's facts, told once: the target's endpoint, and where its pool begins."""
-
     endpoint: Endpoint
     address: int
 

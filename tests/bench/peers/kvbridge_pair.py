@@ -32,7 +32,6 @@ PAGE_TOKENS = preset(MODEL).tokens_per_page
 CHUNK_TOKENS = 8192
 LIMIT_S = 60.0
 START_S = 300.0
-"""Gigabytes are made first."""
 PATIENCE = {"begin_s": 3600.0, "offer_s": 3600.0, "room_s": 3600.0}
 """Rooms that only hold pages wait for as long as the benchmark takes."""
 
@@ -49,7 +48,6 @@ class Crossed:
 
 @contextmanager
 def kvbridge_pair(pages: int, rooms: int, layout: str) -> Iterator[KvbridgePair]:
-    """Both daemons and both engines, with pools of so many pages and place for so many rooms at once."""
     pools = {"device": {"full": pages, "swa": rooms, "request": rooms}, "device_layout": layout}
     host = {"pages": pages, "layout": layout}
     with cluster(

@@ -20,7 +20,6 @@ TINY = Shape("tiny", cache_gib=1, chunk_tokens=512)
 TURNS = 5
 VLLM = Path(os.environ.get("VLLM", ROOT / "out/vllm/venv/bin/python"))
 WORK = ROOT / "out/vllm"
-"""For models and logs."""
 
 
 def run(*, quick: bool) -> dict[str, Any]:

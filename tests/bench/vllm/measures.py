@@ -25,7 +25,6 @@ HOOK_REQUESTS = 200
 
 
 def first_token_s(server: Server, prompt: Sequence[int], transfer: dict[str, Any]) -> float:
-    """Ask for a stream of one token and return how long that took."""
     answer = server.stream(prompt, 1, transfer=transfer)
     assert not answer.is_error, answer
     return answer.first_token_s
@@ -80,7 +79,6 @@ def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: in
 
 
 def read_loads(pairs: Pairs, found: dict[str, Any]) -> None:
-    """Put the loads in, when the servers have ended."""
     spans = found.pop("spans")
     found["load_ms"] = {
         name: milliseconds(

@@ -24,9 +24,7 @@ ROOT = Path(__file__).resolve().parents[3]
 class Shape:
     model: str
     cache_gib: int
-    """Size of decode's cache; prefill has 1 GiB."""
     chunk_tokens: int
-    """Prefill computes so many tokens at a time."""
 
 
 @dataclass
@@ -34,7 +32,6 @@ class Measured:
     connector: str
     pair: Pair
     hooks: dict[str, HookTimes]
-    """Times of `prefill` and `decode`."""
 
     @property
     def servers(self) -> tuple[Server, Server]:
@@ -68,8 +65,6 @@ def plans(shape: Shape, work: Path) -> list[tuple[str, str, Plan, HookTimes]]:
 
 
 class Pairs:
-    """All servers of one shape, started at once; a context."""
-
     def __init__(self, setup: Setup, shape: Shape) -> None:
         self._setup = setup
         self._shape = shape
@@ -132,7 +127,6 @@ class HookTimes:
         return [row for row in self.rows() if row.what == "load" and begun_s <= row.at_s < ended_s]
 
     def steps_ms(self, begun_s: float, ended_s: float) -> list[float]:
-        """Return what the hooks of each step took that began in a while."""
         return [1e3 * row.seconds for row in self.rows() if row.what == "step" and begun_s <= row.at_s < ended_s]
 
     def requests_ms(self, spans: list[tuple[float, float]], usual_step_s: float) -> list[float]:

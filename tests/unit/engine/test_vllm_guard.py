@@ -45,8 +45,6 @@ def connector() -> Iterator[ModuleType]:
 
 
 class Broken:
-    """An object whose every attribute fails."""
-
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"'{name}' is broken")
 

@@ -16,7 +16,6 @@ from tests.helpers.vllm_links import ADDRESS, attach, rooms_at
 BLOCK = 16
 TOKENS = 3 * BLOCK + 5
 BLOCKS = (10, 11, 12, 13)
-"""Blocks of the prompt."""
 PAIRED = {"do_remote_decode": True, "kvbridge": {"room": "7"}}
 
 

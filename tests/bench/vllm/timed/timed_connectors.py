@@ -37,8 +37,6 @@ ROWS_KEPT = 500
 
 
 class Rows:
-    """Measurements of this process, on their way to the file."""
-
     def __init__(self) -> None:
         self._path = Path(f"{os.environ['HOOK_TIMES']}.{os.getpid()}")
         self._rows: list[str] = []
