@@ -23,7 +23,7 @@ import structlog
 
 from kvbridge.api.client import DaemonClient
 from kvbridge.api.directory import InstanceView, NodeHeartbeat, NodeRegistration, NodeView, PairRequest, Registered
-from kvbridge.bootstrap.fit import Look, guess_held_pages, holders, noted_keys
+from kvbridge.bootstrap.fit import Ranking, guess_held_pages, holders, noted_keys
 from kvbridge.bootstrap.nodes import (
     Instance,
     NodeKey,
@@ -178,19 +178,20 @@ class Directory:
                 for fingerprint in ("", of.fingerprint):
                     self._groups.setdefault((of.role, fingerprint), []).append(of.instance)
 
-    async def look(self, request: PairRequest, keys: Keys) -> Look:
-        """Return instances of which two are a pair for the request. Raises as `Ranking` when no two of all are."""
-        found: Look | None = None
+    async def look(self, request: PairRequest, keys: Keys) -> Ranking:
+        """Rank instances of which two are a pair for the request. Raises as `Ranking` when no two of all are."""
+        found: Ranking | None = None
         for count, names in zip(DRAWN, ((), self._freest.get(request.fingerprint, ())), strict=True):
-            guess = await self._guess(await self.draw(count, request.fingerprint, names), request, keys)
+            instances, held = await self._guess(await self.draw(count, request.fingerprint, names), request, keys)
             with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
-                found = Look.at(*guess, request, keys)
-                if not found.ranking.looks_full:
+                found = Ranking(instances, request, held, len(keys))
+                if not found.looks_full:
                     break
         if found is not None:
             return found
         async with self._looking_at_all:
-            return Look.at(*await self._guess(await self.instances(), request, keys), request, keys)
+            instances, held = await self._guess(await self.instances(), request, keys)
+            return Ranking(instances, request, held, len(keys))
 
     async def _guess(
         self, instances: tuple[Instance, ...], request: PairRequest, keys: Keys
@@ -234,8 +235,8 @@ def _freest(instances: Iterable[Instance]) -> dict[str, list[str]]:
     groups: dict[tuple[str, Role], list[tuple[float, str]]] = {}
     for instance in instances:
         if instance.ready:
-            for fingerprint in ("", instance.fingerprint):
-                groups.setdefault((fingerprint, instance.role), []).append((instance.free_share, instance.name))
+            for fingerprint in ("", instance.first.fingerprint):
+                groups.setdefault((fingerprint, instance.first.role), []).append((instance.free_share, instance.name))
     found: dict[str, list[str]] = {}
     for (fingerprint, _), of_role in groups.items():
         found.setdefault(fingerprint, []).extend(name for _, name in nlargest(FREEST, of_role))

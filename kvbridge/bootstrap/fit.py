@@ -14,7 +14,6 @@ bootstrap are not noted; so a guess only orders instances, and a wrong one costs
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -71,23 +70,24 @@ class Pair(NamedTuple):
 
 
 class Ranking:
-    """The instances that could serve one request."""
+    """The instances that were looked at for one request, and the pairs among them that could serve it."""
 
     def __init__(
-        self, instances: Iterable[Instance], request: PairRequest, held: Mapping[str, float] | None = None
+        self, instances: Iterable[Instance], request: PairRequest, guessed: Mapping[str, int], page_count: int
     ) -> None:
-        """Rate each instance for the request. `held`: the share of the prompt that an instance is likely to hold.
+        """Rate each instance. `guessed`: how many of the prompt's `page_count` pages an instance is likely to hold, by name.
 
         Raises NotReadyError when a role has no ready instance, FingerprintMismatchError when no two ready instances
         hold the same model, InvalidInputError when the request is larger than every pool.
         """
-        instances = tuple(instances)
-        prefill, decode = (_ready(instances, role, request) for role in (Role.PREFILL, Role.DECODE))
+        self._instances, self._guessed = tuple(instances), guessed
+        prefill, decode = (_ready(self._instances, role, request) for role in (Role.PREFILL, Role.DECODE))
         known: dict[tuple[str, ...], Pages] = {}
         ways: dict[Way, tuple[list[Option], list[Option]]] = {}
         for side, of_role in enumerate((prefill, decode)):
             for instance in of_role:
-                if option := _option(instance, request, known, (held or {}).get(instance.name, 0.0)):
+                held = guessed.get(instance.name, 0) / max(1, page_count)
+                if option := _option(instance, request, known, held):
                     for way in instance.ways:
                         ways.setdefault(way, ([], []))[side].append(option)
         self._sides = [both for both in ways.values() if all(both)]
@@ -105,6 +105,16 @@ class Ranking:
         left = ([[one for one in side if one.name not in without] for side in both] for both in self._sides)
         pairs = (Pair(min(senders), min(receivers)) for senders, receivers in left if senders and receivers)
         return min(pairs, key=Pair.order, default=None)
+
+    def judged(self, ticket: Ticket) -> Iterator[PrefixGuessed]:
+        """Return how the guesses turned out, by what both ends say."""
+        ends = (
+            (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
+            (Role.DECODE, ticket.decode, ticket.prefix_tokens),
+        )
+        for role, end, held_tokens in ends:
+            of_role = (instance.name for instance in self._instances if instance.first.role is role)
+            yield PrefixGuessed(role=role.value, guess=judge(end.instance, held_tokens, self._guessed, of_role).value)
 
 
 def _option(
@@ -147,7 +157,7 @@ def _share_left(record: NodeRecord, needed: Pages) -> float:
 def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) -> list[Instance]:
     of_role = [instance for instance in instances if instance.first.role is role]
     if request.fingerprint:
-        of_role = [instance for instance in of_role if instance.fingerprint == request.fingerprint]
+        of_role = [instance for instance in of_role if instance.first.fingerprint == request.fingerprint]
     ready = [instance for instance in of_role if instance.ready]
     if ready:
         return ready
@@ -242,29 +252,3 @@ def judge(chosen: str, held_tokens: int, guessed: Mapping[str, int], of_role: It
     if chosen in guessed:
         return Guess.RIGHT if held_tokens else Guess.STALE
     return Guess.PASSED_OVER if any(name in guessed for name in of_role) else Guess.NONE
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The instances that were looked at for one request."""
-
-    instances: tuple[Instance, ...]
-    guessed: dict[str, int]
-    """Pages of the prompt that they are likely to hold, by name."""
-    ranking: Ranking
-
-    @classmethod
-    def at(cls, instances: tuple[Instance, ...], guessed: dict[str, int], request: PairRequest, keys: Keys) -> Look:
-        """Rank instances. Raises as `Ranking`."""
-        shares = {name: pages / len(keys) for name, pages in guessed.items()}
-        return cls(instances, guessed, Ranking(instances, request, shares))
-
-    def judged(self, ticket: Ticket) -> Iterator[PrefixGuessed]:
-        """Return how the guesses turned out, by what both ends say."""
-        ends = (
-            (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
-            (Role.DECODE, ticket.decode, ticket.prefix_tokens),
-        )
-        for role, end, held_tokens in ends:
-            of_role = (instance.name for instance in self.instances if instance.role is role)
-            yield PrefixGuessed(role=role.value, guess=judge(end.instance, held_tokens, self.guessed, of_role).value)

@@ -119,16 +119,6 @@ class Instance:
     """The registration of one node, for what all agree on."""
 
     @property
-    def role(self) -> Role:
-        """The role of all nodes."""
-        return self.first.role
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the geometry, equal on both sides of a pair."""
-        return self.first.fingerprint
-
-    @property
     def ways(self) -> tuple[Way, ...]:
         """See `ways_of`."""
         return self.nodes[0].entry.ways
@@ -193,9 +183,9 @@ class Instance:
         """Return what operators see. `unmatched`: why nobody can be paired with the instance, see `incompatible`."""
         return InstanceView(
             instance=self.name,
-            role=self.role,
+            role=self.first.role,
             model=self.first.geometry.name,
-            fingerprint=self.fingerprint,
+            fingerprint=self.first.fingerprint,
             model_identity=self.first.model_identity,
             tokens_per_page=self.first.geometry.tokens_per_page,
             pp_size=self.first.pp_size,
@@ -237,8 +227,8 @@ def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
     instances = tuple(instances)
     found = {}
     for role in Role:
-        ours = [one for one in instances if one.role is role]
-        others = [one for one in instances if one.role is not role]
+        ours = [one for one in instances if one.first.role is role]
+        others = [one for one in instances if one.first.role is not role]
         ways = {way for one in others for way in one.ways}
         for one in ours if others else ():
             if ways.isdisjoint(one.ways):
@@ -248,15 +238,15 @@ def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
 
 def mismatch(ours: Instance, others: Sequence[Instance]) -> BridgeError:
     """Return why an instance can be paired with none of these, at least one, of the other role."""
-    role, name = others[0].role, f"'{ours.name}'"
-    of_model = [one for one in others if one.fingerprint == ours.fingerprint]
+    role, name = others[0].first.role, f"'{ours.name}'"
+    of_model = [one for one in others if one.first.fingerprint == ours.first.fingerprint]
     if not of_model:
         difference = first_difference(ours.first.geometry, others[0].first.geometry)
         return FingerprintMismatchError(
             f"no {role} instance holds the model '{ours.first.geometry.name}' of {name}; between {name} (here) and "
             f"'{others[0].name}' (peer) the first difference is: {difference}; give both the same model and encoding"
         )
-    pairs = [(ours, one) if ours.role is Role.PREFILL else (one, ours) for one in of_model]
+    pairs = [(ours, one) if ours.first.role is Role.PREFILL else (one, ours) for one in of_model]
     conflicts = [
         identity_conflict(prefill.first.model_identity, decode.first.model_identity) for prefill, decode in pairs
     ]

@@ -233,15 +233,15 @@ class PairingService:
 
     async def _try_candidates(self, attempt: _Attempt) -> Ticket:
         """Try the best pair, then the best without those that refused; of pairs that look full, only one."""
-        look = await self._directory.look(attempt.request, attempt.keys)
+        ranking = await self._directory.look(attempt.request, attempt.keys)
         attempt.refusals = {}
         while len(attempt.refusals) < self._config.attempts:
-            pair = look.ranking.best(without=attempt.refusals)
+            pair = ranking.best(without=attempt.refusals)
             if pair is None:
                 break
             ticket = await self._reserve(attempt, pair)
             if ticket is not None:
-                for fact in look.judged(ticket) if attempt.keys else ():
+                for fact in ranking.judged(ticket) if attempt.keys else ():
                     self.events.emit(fact)
                 return ticket
             if pair.looks_full:
@@ -314,7 +314,7 @@ class PairingService:
 
     def _admission(self, attempt: _Attempt, pair: Pair, instance: Instance) -> AdmissionRequest:
         """Return what one side is asked to reserve; only decode learns of the writers."""
-        decode, request = instance.role is Role.DECODE, attempt.request
+        decode, request = instance.first.role is Role.DECODE, attempt.request
         controls = (record.registration.control for record in pair.prefill.instance.nodes)
         # An instance that states no model shares nothing, and may be of a release that does not know page keys.
         keyed = instance.first.model_identity is not None

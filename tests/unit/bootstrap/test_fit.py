@@ -24,7 +24,7 @@ from tests.unit.bootstrap.fleet import LIMITS, TIMES, FakeDaemons, beat, half, i
 
 def ranking(*registrations, **request) -> Ranking:
     asked = PairRequest(**{"prompt_tokens": 1000, **request})
-    return Ranking(instances_of(*registrations), asked)
+    return Ranking(instances_of(*registrations), asked, {}, 0)
 
 
 def best(*registrations, without=(), **request) -> tuple[str, str] | None:
