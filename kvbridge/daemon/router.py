@@ -21,7 +21,7 @@ from kvbridge.http.app import AppSettings
 from kvbridge.http.router_app import create_router_app
 from kvbridge.http.server import Application
 from kvbridge.router.exchange import Router
-from kvbridge.router.servers import OpenAiServers, Servers, ServerWatch
+from kvbridge.router.servers import OpenAiServers, Servers
 from kvbridge.telemetry.metrics import READY, ROUTER_SERVERS
 from kvbridge.telemetry.registry import Metrics
 
@@ -38,28 +38,26 @@ class RouterDaemon(Daemon):
         super().__init__(Metrics(role="router"), spans_s=0.0)
         self.metrics.built("router", "router")
         self.config = config
-        self.servers = Servers()
-        self._upstream = OpenAiServers(config.timeouts)
-        self.router = Router(config, self.servers, self._upstream, self.metrics, self.seldom)
         limit_s = config.timeouts.health_s
         self._replicas = self.open_directory(config.bootstrap, timeout_s=limit_s, key="timeouts.health_s")
         listings = [replica.instances for replica in self._replicas]
         token = partial(read_token, config.http, key="http.token_file")
-        self._watch = ServerWatch(self.servers, self._upstream, config.timeouts, listings, token)
+        self.servers = Servers(OpenAiServers(config.timeouts), config.timeouts, listings, token)
+        self.router = Router(config, self.servers, self.metrics, self.seldom)
 
     async def start(self) -> None:
         """Open the endpoint, also while servers do not answer: `/ready` gives the reason."""
         if self._replicas:
-            await self._watch.read_directory()
+            await self.servers.read_directory()
         else:
             self.servers.use(Role.PREFILL, self.config.prefill)
             self.servers.use(Role.DECODE, self.config.decode)
-            self._watch.follow()
+            self.servers.follow()
         shutdown_s = self.config.timeouts.shutdown_s / 5
         self.open(self.config.http, self._app, shutdown_s=shutdown_s)
         self.background(self._look(), "look")
         if self._replicas:
-            self.background(self._watch.run(), "directory")
+            self.background(self.servers.run(), "directory")
         log.info("daemon_listens", http=self.url, order=self.config.order.value)
 
     def _app(self, settings: AppSettings) -> Application:
@@ -72,13 +70,13 @@ class RouterDaemon(Daemon):
     async def close(self) -> None:
         """Cut off the requests that are left, then close as every daemon does."""
         self.router.end()
-        await self._watch.close()
+        await self.servers.close()
         await super().close()
 
     def close_parts(self, last_first: AsyncExitStack) -> None:
         for replica in self._replicas:
             last_first.push_async_callback(replica.close)
-        last_first.push_async_callback(self._upstream.close)
+        last_first.push_async_callback(self.servers.upstream.close)
 
     async def _look(self) -> None:
         while True:
@@ -90,8 +88,8 @@ class RouterDaemon(Daemon):
     def readiness(self) -> Readiness:
         """Return ready while a server of each role is healthy."""
         reasons = self.router.obstacles()
-        if reasons and self._watch.problem:
-            reasons = (*reasons, f"the directory cannot be asked: {self._watch.problem}")
+        if reasons and self.servers.directory_problem:
+            reasons = (*reasons, f"the directory cannot be asked: {self.servers.directory_problem}")
         return Readiness(ready=not reasons, reasons=reasons)
 
     def status(self) -> RouterStatus:
@@ -104,7 +102,7 @@ class RouterDaemon(Daemon):
             order=self.config.order.value,
             outstanding=self.router.under_way,
             limit=self.config.limit,
-            directory_problem=self._watch.problem,
+            directory_problem=self.servers.directory_problem,
             servers=tuple(
                 ServerStatus(
                     role=one.role,

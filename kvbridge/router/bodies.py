@@ -6,12 +6,14 @@ The router never passes on a client's own ones: they name addresses, to which a 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
-from kvbridge.core.errors import InvalidInputError
-from kvbridge.router.sglang import BOOTSTRAP
+from kvbridge.core.errors import InvalidInputError, PeerError
+from kvbridge.core.ids import Role
 
 Added = Mapping[str, Any]
 """Members that the router adds to a body."""
@@ -51,6 +53,16 @@ HOLD: Added = {
 }
 """For prefill in plain order."""
 SEVERAL_PROMPTS = "several prompts"
+
+SGLANG_INFO = "/server_info"
+"""Page of a server of SGLang that says whether it is one of a pair, and the port of its directory."""
+BOOTSTRAP_HOST, BOOTSTRAP_PORT, BOOTSTRAP_ROOM = BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+SGLANG_MODES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+SGLANG_ROOMS = (1 << 63) - (1 << 22)
+"""Rooms have 63 bits. SGLang gives the room to the first prompt of a list, and the numbers behind the room to the others."""
+Directory = Mapping[str, Any]
+"""Address of the directory of a prefill server of SGLang, as members of a request. Decode asks there for the node that has the
+prompt's KV cache."""
 
 
 @dataclass(frozen=True)
@@ -203,3 +215,29 @@ def _tokens_of(content: Any) -> int:  # noqa: ANN401
         return len(content)
     texts = (part.get("text") if isinstance(part, dict) else part for part in content)
     return sum(len(text) // TEXT_BYTES_PER_TOKEN if isinstance(text, str) else OTHER_PART_TOKENS for text in texts)
+
+
+# ------------------------------------------------------------------ pairs of SGLang
+
+
+def sglang_directory(role: Role, url: str, info: bytes) -> Directory | None:
+    """Return the directory of a server of SGLang from its answer to `SGLANG_INFO`; None when the server is none of a pair.
+
+    Raises PeerError when it has the other role.
+    """
+    try:
+        found = json.loads(info)
+        mode = SGLANG_MODES.get(found.get("disaggregation_mode"))
+        port = int(found["disaggregation_bootstrap_port"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if mode is None:
+        return None
+    if mode is not role:
+        raise PeerError(f"it runs with --disaggregation-mode {mode}: name it as a {mode} server")
+    return {BOOTSTRAP_HOST: urlsplit(url).hostname, BOOTSTRAP_PORT: port}
+
+
+def sglang_members(directory: Directory) -> dict[str, Any]:
+    """Return the members for both servers, with a room for one request: never 0, which SGLang takes for none."""
+    return {**directory, BOOTSTRAP_ROOM: 1 + secrets.randbelow(SGLANG_ROOMS)}

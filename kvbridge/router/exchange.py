@@ -24,9 +24,17 @@ from kvbridge.config.schema import DispatchOrder, RouterConfig
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.process import monotonic
-from kvbridge.router import sglang
-from kvbridge.router.bodies import HOLD, SEVERAL_PROMPTS, Added, Asked, HeldPrompt, paired_params
-from kvbridge.router.servers import OpenAiServers, Server, Servers, UpstreamError
+from kvbridge.router.bodies import (
+    HOLD,
+    SEVERAL_PROMPTS,
+    Added,
+    Asked,
+    Directory,
+    HeldPrompt,
+    paired_params,
+    sglang_members,
+)
+from kvbridge.router.servers import Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
 from kvbridge.telemetry.problems import Tally
@@ -66,10 +74,7 @@ class FailedAttemptError(PeerError):
     ) -> None:
         """`reason`: label for metrics. `avoid`: the next attempt goes elsewhere. `answer`: a busy server's answer."""
         super().__init__(f"{server}: {message}")
-        self.server = server
-        self.reason = reason
-        self.avoid = avoid
-        self.answer = answer
+        self.server, self.reason, self.avoid, self.answer = server, reason, avoid, answer
 
 
 class Router:
@@ -79,17 +84,12 @@ class Router:
         self,
         config: RouterConfig,
         servers: Servers,
-        upstream: OpenAiServers,
         metrics: Metrics,
         seldom: Seldom,
         draw_room: Callable[[], int] = lambda: secrets.randbits(ROOM_BITS),
     ) -> None:
-        self.config = config
-        self.servers = servers
-        self.upstream = upstream
-        self.draw_room = draw_room
-        self._metrics = metrics
-        self._seldom = seldom
+        self.config, self.servers, self.draw_room = config, servers, draw_room
+        self._metrics, self._seldom = metrics, seldom
         self._draining = False
         self._ended = asyncio.Event()
         """Set when the last request of a draining router has ended."""
@@ -190,7 +190,10 @@ class Router:
         limit_s = self.config.timeouts.health_s
         with self.place():
             try:
-                async with asyncio.timeout(limit_s), self.upstream.get(f"{server.url}/v1/models", headers) as found:
+                async with (
+                    asyncio.timeout(limit_s),
+                    self.servers.upstream.get(f"{server.url}/v1/models", headers) as found,
+                ):
                     return found.status, await found.read()
             except TimeoutError:
                 raise DeadlineError(
@@ -274,9 +277,7 @@ class Attempt:
     """One attempt at a request: at most one call of a prefill server, and one at a time of a decode server."""
 
     def __init__(self, router: Router, asked: Asked, decode: Server) -> None:
-        self._router = router
-        self._asked = asked
-        self._decode_server = decode
+        self._router, self._asked, self._decode_server = router, asked, decode
         self._tasks: list[asyncio.Task[Any]] = []
         self._open = AsyncExitStack()
         """The call of decode, while its answer is read."""
@@ -299,12 +300,12 @@ class Attempt:
         prefill.addresses = held.addresses
         return await self._decode(held.added, "plain")
 
-    async def _run_paired(self, prefill: Server, directory: sglang.Directory | None) -> Answer:
+    async def _run_paired(self, prefill: Server, directory: Directory | None) -> Answer:
         room, told = self._router.draw_room(), prefill.addresses
         if directory is None:
             to_prefill, to_decode = paired_params(room, told)
         else:
-            to_prefill = to_decode = sglang.members(directory)
+            to_prefill = to_decode = sglang_members(directory)
         prefilling = asyncio.create_task(self._prefill(prefill, to_prefill))
         decoding = asyncio.create_task(self._decode(to_decode, "paired"))
         self._tasks += [prefilling, decoding]
@@ -333,8 +334,9 @@ class Attempt:
         return await self._unless_lost(server, self._ask_prefill(server, added))
 
     async def _ask_prefill(self, server: Server, added: Added) -> HeldPrompt | Answer:
+        body = self._asked.for_prefill(added)
         with server.serving(self._asked.size):
-            async with self._router.upstream.post(server.url, self._asked.for_prefill(added), self._asked) as upstream:
+            async with self._router.servers.upstream.post(server.url, body, self._asked) as upstream:
                 content = await upstream.read()
         if upstream.status != HTTPStatus.OK:
             return _unless_failed(server, Answer(upstream.status, upstream.headers, content, _nothing(), "plain"))
@@ -349,7 +351,7 @@ class Attempt:
     async def _ask_decode(self, added: Added, order: str) -> Answer:
         server, asked = self._decode_server, self._asked
         self._open.enter_context(server.serving(asked.size))
-        opening = self._router.upstream.post(server.url, asked.for_decode(added), asked)
+        opening = self._router.servers.upstream.post(server.url, asked.for_decode(added), asked)
         upstream = await self._open.enter_async_context(opening)
         if upstream.status != HTTPStatus.OK:
             content = await upstream.read()

@@ -24,8 +24,7 @@ from kvbridge.api.directory import InstanceView
 from kvbridge.config.schema import RouterTimeouts
 from kvbridge.core.errors import BridgeError, NotReadyError, PeerError, UnauthorizedError
 from kvbridge.core.ids import Role
-from kvbridge.router import sglang
-from kvbridge.router.bodies import Asked, Body
+from kvbridge.router.bodies import SGLANG_INFO, Asked, Body, Directory, sglang_directory
 from kvbridge.telemetry.problems import Problems
 
 log = structlog.get_logger(__name__)
@@ -55,7 +54,7 @@ class Server:
     """Addresses of a prefill server's node for decode, from an answer of the server; None: no answer has named them yet."""
     pairs: bool = True
     """Whether it accepts the room that a request names, as far as is known."""
-    directory: sglang.Directory | None = None
+    directory: Directory | None = None
     """Directory of a server of SGLang's pairs. None: its engine is another one."""
     is_known: bool = False
     """Whether its engine has been asked for since it began to listen."""
@@ -105,60 +104,6 @@ class Server:
         # The next server that starts at this URL has other addresses, and may be another release.
         news, self.problem, self.addresses, self.pairs, self.is_known = not self.problem, problem, None, True, False
         return news
-
-
-class Servers:
-    """All servers, by role."""
-
-    def __init__(self) -> None:
-        self._by_role: dict[Role, dict[str, Server]] = {role: {} for role in Role}
-        self._turns = 0
-        self.problems = Problems()
-        """Failed requests, attempts and health checks."""
-
-    def use(self, role: Role, urls: Iterable[str]) -> None:
-        """Use these servers and no others. Requests under way at a server that is left out go on."""
-        known = self._by_role[role]
-        self._by_role[role] = {url: known.get(url) or Server(role, url) for url in urls}
-
-    def of(self, role: Role) -> tuple[Server, ...]:
-        """Return all servers of a role."""
-        return tuple(self._by_role[role].values())
-
-    def all(self) -> list[Server]:
-        """Return the servers of both roles."""
-        return [server for role in Role for server in self.of(role)]
-
-    def choose_pair(self, avoid: Collection[Server] = (), *, alone: bool = False) -> tuple[Server | None, Server]:
-        """Return a prefill server, or None with `alone`, and a decode server. Those in `avoid` have failed this request already.
-
-        A process of both roles is no pair with itself: it decodes alone when there is no other. Raises NotReadyError.
-        """
-        prefill = None if alone else self._choose(Role.PREFILL, avoid)
-        others = [one for one in self.of(Role.DECODE) if prefill is not None and one.url == prefill.url]
-        try:
-            return prefill, self._choose(Role.DECODE, [*avoid, *others])
-        except NotReadyError:
-            return None, self._choose(Role.DECODE, avoid)
-
-    def _choose(self, role: Role, avoid: Collection[Server]) -> Server:
-        candidates = [one for one in self.of(role) if not one.problem and one not in avoid]
-        if not candidates:
-            raise NotReadyError(self._obstacle(role), retry_after_s=RETRY_AFTER_S)
-        chosen = min(candidates, key=lambda one: (one.load, one.outstanding, one.turn))
-        self._turns += 1
-        chosen.turn = self._turns
-        return chosen
-
-    def obstacles(self) -> tuple[str, ...]:
-        """Return why requests cannot be served now; empty when a server of each role is well."""
-        return tuple(self._obstacle(role) for role in Role if all(one.problem for one in self.of(role)))
-
-    def _obstacle(self, role: Role) -> str:
-        servers = self.of(role)
-        if not servers:
-            return f"the directory has no {role} instance that is ready and tells its engine_url"
-        return f"no {role} server is well: " + "; ".join(f"{one.url}: {one.problem}" for one in servers[:SHOWN])
 
 
 class UpstreamError(PeerError):
@@ -271,16 +216,15 @@ def _failures_named(method: str, url: str) -> Iterator[None]:
         raise UpstreamError(f"{method} /{path}{why}", refused=refused) from error
 
 
-class ServerWatch:
-    """Checks the health of each server, and asks a directory for the servers where there is one.
+class Servers:
+    """All servers, by role: the choice of the next one, their health, and the directory that names them, if there is one.
 
-    Each server has a task of its own, so a server that hangs delays no other check. While the directory does not answer, the
-    servers that it named last stay in use.
+    Each server's health is checked by a task of its own, so a server that hangs delays no other check. While the directory does not
+    answer, the servers that it named last stay in use.
     """
 
     def __init__(
         self,
-        servers: Servers,
         upstream: OpenAiServers,
         timeouts: RouterTimeouts,
         listings: Iterable[Callable[[], Awaitable[tuple[InstanceView, ...]]]] = (),
@@ -290,18 +234,67 @@ class ServerWatch:
 
         `token`: the bearer token for servers that answer nobody else.
         """
-        self._servers = servers
-        self._upstream = upstream
-        self._timeouts = timeouts
-        self._listings = tuple(listings)
-        self._token = token
+        self.upstream = upstream
+        self._timeouts, self._listings, self._token = timeouts, tuple(listings), token
+        self._by_role: dict[Role, dict[str, Server]] = {role: {} for role in Role}
+        self._turns = 0
         self._watched: dict[Server, asyncio.Task[None]] = {}
-        self.problem = "the directory has not been read yet" if self._listings else ""
+        self.problems = Problems()
+        """Failed requests, attempts and health checks."""
+        self.directory_problem = "the directory has not been read yet" if self._listings else ""
         """Reason why the directory's last answer may be out of date; empty when it is not."""
+
+    # ------------------------------------------------------------------ choice
+
+    def use(self, role: Role, urls: Iterable[str]) -> None:
+        """Use these servers and no others. Requests under way at a server that is left out go on."""
+        known = self._by_role[role]
+        self._by_role[role] = {url: known.get(url) or Server(role, url) for url in urls}
+
+    def of(self, role: Role) -> tuple[Server, ...]:
+        """Return all servers of a role."""
+        return tuple(self._by_role[role].values())
+
+    def all(self) -> list[Server]:
+        """Return the servers of both roles."""
+        return [server for role in Role for server in self.of(role)]
+
+    def choose_pair(self, avoid: Collection[Server] = (), *, alone: bool = False) -> tuple[Server | None, Server]:
+        """Return a prefill server, or None with `alone`, and a decode server. Those in `avoid` have failed this request already.
+
+        A process of both roles is no pair with itself: it decodes alone when there is no other. Raises NotReadyError.
+        """
+        prefill = None if alone else self._choose(Role.PREFILL, avoid)
+        others = [one for one in self.of(Role.DECODE) if prefill is not None and one.url == prefill.url]
+        try:
+            return prefill, self._choose(Role.DECODE, [*avoid, *others])
+        except NotReadyError:
+            return None, self._choose(Role.DECODE, avoid)
+
+    def _choose(self, role: Role, avoid: Collection[Server]) -> Server:
+        candidates = [one for one in self.of(role) if not one.problem and one not in avoid]
+        if not candidates:
+            raise NotReadyError(self._obstacle(role), retry_after_s=RETRY_AFTER_S)
+        chosen = min(candidates, key=lambda one: (one.load, one.outstanding, one.turn))
+        self._turns += 1
+        chosen.turn = self._turns
+        return chosen
+
+    def obstacles(self) -> tuple[str, ...]:
+        """Return why requests cannot be served now; empty when a server of each role is well."""
+        return tuple(self._obstacle(role) for role in Role if all(one.problem for one in self.of(role)))
+
+    def _obstacle(self, role: Role) -> str:
+        servers = self.of(role)
+        if not servers:
+            return f"the directory has no {role} instance that is ready and tells its engine_url"
+        return f"no {role} server is well: " + "; ".join(f"{one.url}: {one.problem}" for one in servers[:SHOWN])
+
+    # ------------------------------------------------------------------ health and directory
 
     def follow(self) -> None:
         """Start to check new servers, and stop checking servers that have been left out."""
-        present = set(self._servers.all())
+        present = set(self.all())
         for server in self._watched.keys() - present:
             self._watched.pop(server).cancel()
         for server in present - self._watched.keys():
@@ -324,7 +317,7 @@ class ServerWatch:
         try:
             async with (
                 asyncio.timeout(self._timeouts.health_s),
-                self._upstream.get(f"{server.url}/health", {}) as answer,
+                self.upstream.get(f"{server.url}/health", {}) as answer,
             ):
                 await answer.read()
                 problem = "" if answer.status == HTTPStatus.OK else f"/health answered {answer.status}"
@@ -339,23 +332,23 @@ class ServerWatch:
         if not problem and server.is_well():
             log.info("server_is_well", peer_role=server.role.value, url=server.url)
         elif problem and server.is_ill(problem):
-            self._servers.problems.add(f"{server.role} server out", server.url, problem)
+            self.problems.add(f"{server.role} server out", server.url, problem)
             log.warning("server_is_out", peer_role=server.role.value, url=server.url, reason=problem)
 
     async def _know(self, server: Server) -> None:
         """Ask a server whether it is one of SGLang's pairs. Raises a BridgeError that says why that is not known."""
         token = self._token()
         shown = {"authorization": f"Bearer {token}"} if token else {}
-        async with self._upstream.get(f"{server.url}{sglang.INFO}", shown) as answer:
+        async with self.upstream.get(f"{server.url}{SGLANG_INFO}", shown) as answer:
             info = await answer.read()
         if answer.status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             raise UnauthorizedError(
-                f"{sglang.INFO} answered {answer.status}: put the server's --api-key first into the router's --token-file"
+                f"{SGLANG_INFO} answered {answer.status}: put the server's --api-key first into the router's --token-file"
             )
         if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise UpstreamError(f"{sglang.INFO} answered {answer.status}")
+            raise UpstreamError(f"{SGLANG_INFO} answered {answer.status}")
         is_there = answer.status == HTTPStatus.OK
-        server.directory = sglang.read_directory(server.role, server.url, info) if is_there else None
+        server.directory = sglang_directory(server.role, server.url, info) if is_there else None
         server.is_known = True
 
     async def run(self) -> None:
@@ -375,11 +368,11 @@ class ServerWatch:
                 continue
             for role in Role:
                 ready = [node for one in instances if one.role is role and one.ready for node in one.nodes]
-                self._servers.use(role, [node.engine_url.rstrip("/") for node in ready if node.engine_url])
+                self.use(role, [node.engine_url.rstrip("/") for node in ready if node.engine_url])
             self.follow()
-            self.problem = ""
+            self.directory_problem = ""
             return
         problem = "; ".join(problems)
-        if problem != self.problem:
+        if problem != self.directory_problem:
             log.warning("directory_away", effect="the servers that it named last stay in use", reason=problem)
-        self.problem = problem
+        self.directory_problem = problem

@@ -42,7 +42,7 @@ class Fleet:
         """Have the router ask everybody how he is."""
         for role in Role:
             for server in self.router.servers.of(role):
-                await self.router._watch.look(server)
+                await self.router.servers.look(server)
 
     def server(self, of: OpenAiServer) -> Any:
         return next(one for role in Role for one in self.router.servers.of(role) if one.url == of.url)
@@ -83,7 +83,7 @@ async def fleet(
     made.router = RouterDaemon(RouterConfig.model_validate(settings))
     try:
         await made.router.start()
-        await made.router._watch.close()  # from now on it is the test that has it asked
+        await made.router.servers.close()  # from now on it is the test that has it asked
         await made.look()
         if taught:
             for server in made.prefill:

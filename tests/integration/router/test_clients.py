@@ -179,7 +179,7 @@ async def test_servers_come_from_the_directory_where_nodes_tell_their_engines():
                     await bootstrap.directory.register(told)
             # Its engine is told of nowhere, so no request goes there.
             await bootstrap.directory.register(nodes.registration(Role.DECODE, 1))
-            await router._watch.read_directory()
+            await router.servers.read_directory()
             await made.look()
             assert [one.url for one in router.servers.of(Role.PREFILL)] == [one.url for one in made.prefill]
             assert [one.url for one in router.servers.of(Role.DECODE)] == [made.decode[0].url]
@@ -194,11 +194,11 @@ async def test_servers_come_from_the_directory_where_nodes_tell_their_engines():
             }
             gone = nodes.registration(Role.PREFILL, 0)
             await bootstrap.directory.deregister(gone.instance, gone.node, gone.incarnation)
-            await router._watch.read_directory()
+            await router.servers.read_directory()
             assert [one.url for one in router.servers.of(Role.PREFILL)] == [made.prefill[1].url]
 
             await bootstrap.close()
-            await router._watch.read_directory()
+            await router.servers.read_directory()
             assert (await made.post()).status_code == 200
             assert bootstrap.url in router.status().directory_problem
             assert router.readiness().ready

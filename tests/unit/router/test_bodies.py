@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.router.bodies import HOLD, MOST_VALUES, PARAMS, Asked, Body, HeldPrompt
-from kvbridge.router.sglang import BOOTSTRAP, members
+from kvbridge.router.bodies import BOOTSTRAP, HOLD, MOST_VALUES, PARAMS, Asked, Body, HeldPrompt, sglang_members
 
 
 def asked(**body: object) -> Asked:
@@ -37,7 +36,7 @@ def test_prefill_of_sglang_samples_the_first_token_as_the_client_wants_it():
     mine = asked(
         prompt="p", stream=True, stream_options={"include_usage": True}, max_tokens=9, min_tokens=3, temperature=1
     )
-    added = members({"bootstrap_host": "h", "bootstrap_port": 8998})
+    added = sglang_members({"bootstrap_host": "h", "bootstrap_port": 8998})
     prefill, decode = sent(mine.for_prefill(added)), sent(mine.for_decode(added))
     assert prefill == {**added, "prompt": "p", "stream": False, "max_tokens": 9, "min_tokens": 3, "temperature": 1}
     assert decode == prefill | {"stream": True, "stream_options": {"include_usage": True}}

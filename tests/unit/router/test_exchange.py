@@ -15,7 +15,7 @@ from kvbridge.core.errors import CapacityError, DeadlineError, NotReadyError, Pe
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Answer, FailedAttemptError, Router
-from kvbridge.router.servers import LOST_AFTER, OpenAiServers, Server, Servers, ServerWatch, UpstreamError
+from kvbridge.router.servers import LOST_AFTER, OpenAiServers, Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.registry import Metrics
 from tests.helpers import examples
@@ -56,7 +56,7 @@ class Net:
     def __init__(self, prefill: int = 1, decode: int = 1, order: DispatchOrder = DispatchOrder.PAIRED) -> None:
         self.calls: list[Call] = []
         self.failures: list[FailedAttemptError] = []
-        self.servers = Servers()
+        self.servers = Servers(self, RouterTimeouts())
         self.servers.use(Role.PREFILL, [f"p{number}" for number in range(prefill)])
         self.servers.use(Role.DECODE, [f"d{number}" for number in range(decode)])
         for role in Role:
@@ -66,7 +66,7 @@ class Net:
         rooms = iter(range(1, 1000))
         config = RouterConfig.model_construct(order=order)
         seldom = Seldom(lambda _event: None)
-        self.router = Router(config, self.servers, self, Metrics(role="router"), seldom, draw_room=lambda: next(rooms))
+        self.router = Router(config, self.servers, Metrics(role="router"), seldom, draw_room=lambda: next(rooms))
         self.router._attempt_failed = self.failures.append
         self.begun, self.may_end = asyncio.Event(), asyncio.Event()
 
@@ -300,7 +300,7 @@ def _check_rooms(net: Net) -> None:
 
 
 def servers(prefill: int = 2, decode: int = 2) -> Servers:
-    made = Servers()
+    made = Servers(None, RouterTimeouts())
     made.use(Role.PREFILL, [f"http://p{number}" for number in range(prefill)])
     made.use(Role.DECODE, [f"http://d{number}" for number in range(decode)])
     for role in Role:
@@ -356,12 +356,12 @@ def test_a_server_is_lost_after_some_bad_checks_in_a_row():
 
 
 def test_an_empty_list_is_an_obstacle():
-    made = Servers()
+    made = Servers(None, RouterTimeouts())
     assert [("prefill" in one, "engine_url" in one) for one in made.obstacles()] == [(True, True), (False, True)]
 
 
 def test_a_process_of_both_roles_does_not_send_to_itself():
-    made = Servers()
+    made = Servers(None, RouterTimeouts())
     for role in Role:
         made.use(role, ["http://a", "http://b"])
         for server in made.of(role):
@@ -378,12 +378,10 @@ def test_a_process_of_both_roles_does_not_send_to_itself():
 @pytest.mark.asyncio
 async def test_an_address_that_nobody_can_ask_is_a_server_that_is_not_well():
     """A node tells its engine's address. A wrong one must not end what looks after the server, unseen."""
-    made, timeouts = Servers(), RouterTimeouts()
-    made.use(Role.PREFILL, ["http://prefill:port"])
-    (server,) = made.of(Role.PREFILL)
-    upstream = OpenAiServers(timeouts)
+    upstream = OpenAiServers(RouterTimeouts())
+    server = Server(Role.PREFILL, "http://prefill:port")
     try:
-        await ServerWatch(made, upstream, timeouts).look(server)
+        await Servers(upstream, RouterTimeouts()).look(server)
     finally:
         await upstream.close()
     assert "InvalidURL" in server.problem
