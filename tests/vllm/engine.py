@@ -121,6 +121,7 @@ class Handler(BaseHTTPRequestHandler):
 
     engine: Engine
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or the body of an answer waits 40 ms for the client to confirm the headers
 
     def do_GET(self) -> None:
         self._call({})
