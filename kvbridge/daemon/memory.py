@@ -74,7 +74,7 @@ class NodeMemory:
             discard_files(directory, name)
             return
         try:
-            files = KeptFiles.lock_files(directory, name, keep_s=config.pools.keep_s, wait_s=KEPT_POOLS_S)
+            files = KeptFiles(directory, name, keep_s=config.pools.keep_s, wait_s=KEPT_POOLS_S)
         except ForeignFilesError as error:
             log.warning("kept_pools_refused", pages=0, reason=str(error))
             self.restored = Restored(refused=str(error))
@@ -183,7 +183,7 @@ class NodeMemory:
         if isinstance(whose, Rank):
             self.device[whose] = pool.shared_regions()
             return
-        self.regions += pool.regions()
+        self.regions += pool.regions
         if whose == "host":
             self.host = pool.shared_regions()
         else:

@@ -88,7 +88,7 @@ def _checked(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Reg
     """Check an adopted rank's memory here as well as in its worker, so that the caller gets the error."""
     part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
     on_host = {shared.region.component for shared in answer.host}
-    return MemoryPool.adopted(answer.geometry, part, given, exclude=on_host, own_host=answer.own_host).regions()
+    return MemoryPool.adopted(answer.geometry, part, given, exclude=on_host, own_host=answer.own_host).regions
 
 
 @contextmanager

@@ -197,14 +197,14 @@ def bring_memory(
             page_first=setup.allocate.page_first,
         )
         pool = MemoryPool.on_gpu(placement, on_progress=on_progress)
-        regions, extents, made = pool.regions() + regions, [*pool.extents(), *extents], pool.shared_regions()
+        regions, extents, made = pool.regions + regions, [*pool.extents, *extents], pool.shared_regions()
     if adopted:
         on_host = {shared.region.component for shared in setup.host}
         exported = _exported(adopted, stack, required=TransportName.LOCAL in settings.order)
         ours = MemoryPool.adopted(
             setup.geometry, part, adopted, exclude=on_host, own_host=setup.own_host, shared=exported
         )
-        regions, extents = regions + ours.regions(), [*extents, *ours.extents()]
+        regions, extents = regions + ours.regions, [*extents, *ours.extents]
     device = next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
     if device is not None:
         locked = (*mapped.mappings, *kept.mappings)

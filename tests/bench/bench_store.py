@@ -118,7 +118,7 @@ def _store(kind: str, folder: Path) -> Iterator[tuple[ObjectStore, BareFiles | B
 def _measure(
     kind: str, store: ObjectStore, bare: BareFiles | BareMooncake, pool: MemoryPool, turns: int
 ) -> dict[str, Any]:
-    pages = PageStore(store, [pool.regions()])
+    pages = PageStore(store, [pool.regions])
     [form] = pages.forms
     source, target = (np.arange(first, first + BATCH, dtype=np.int32).reshape(-1, 1) for first in (0, BATCH))
     into, out_of = (

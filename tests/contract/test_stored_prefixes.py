@@ -60,7 +60,7 @@ class Node(Looped):
         index = PrefixIndex((FULL,), TOTAL[FULL] + TOTAL[FULL_COPY], has_copies=True)
         self.cache = PrefixCache(self.book, index, restores=True)
         self.forms = {
-            space: ObjectForm(region for region in self.pool.regions() if region.space is space)
+            space: ObjectForm(region for region in self.pool.regions if region.space is space)
             for space in (FULL_COPY, SWA_COPY)
         }
         self.rooms, self.copies = count(1), count(1)

@@ -30,7 +30,7 @@ def pool(device: int) -> Iterator[MemoryPool]:
 
 def first_byte(pool: MemoryPool) -> int:
     """The first byte of the first C4 page, read past all streams of everybody else."""
-    region = next(one for one in pool.regions() if one.component is ComponentKind.C4_KV)
+    region = next(one for one in pool.regions if one.component is ComponentKind.C4_KV)
     found = ctypes.c_ubyte()
     with runtime.Stream.create(region.device) as stream:
         address = region.extent_addresses[0]
@@ -40,7 +40,7 @@ def first_byte(pool: MemoryPool) -> int:
 
 
 def test_a_new_pool_is_zero_everywhere(pool: MemoryPool, device: int) -> None:
-    views = PoolViews(TINY, pool.regions())
+    views = PoolViews(TINY, pool.regions)
     for homes in views._homes.values():
         for view in homes.values():
             assert view._device == torch.device("cuda", device)
@@ -48,7 +48,7 @@ def test_a_new_pool_is_zero_everywhere(pool: MemoryPool, device: int) -> None:
 
 
 def test_two_processes_see_the_same_pages(pool: MemoryPool) -> None:
-    views = PoolViews(TINY, pool.regions())
+    views = PoolViews(TINY, pool.regions)
     write(views, 1)
     assert wrong_rows(views, 1) == []
     with child(read_and_write, pool.shared_regions(), 1, 2) as engine:
@@ -58,12 +58,12 @@ def test_two_processes_see_the_same_pages(pool: MemoryPool) -> None:
 
 
 def test_devices_are_found_by_their_uuid(pool: MemoryPool, second_device: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(PoolViews(TINY, pool.regions()), 1)
+    write(PoolViews(TINY, pool.regions), 1)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{seen[second_device]},{seen[pool.placement.device]}")
     with child(read_and_write, pool.shared_regions(), 1, 2) as engine:
         assert engine.hear() == (1, [])
-    assert wrong_rows(PoolViews(TINY, pool.regions()), 2) == []
+    assert wrong_rows(PoolViews(TINY, pool.regions), 2) == []
 
 
 def test_a_point_is_reached_when_the_other_processs_kernels_are_done_and_not_before(pool: MemoryPool) -> None:
@@ -111,8 +111,8 @@ def test_an_engine_that_is_killed_with_work_on_its_gpu_harms_nobody(pool: Memory
         assert first_byte(pool) in {0, 7}
     points.close()
     fresh.close()
-    write(PoolViews(TINY, pool.regions()), 3)
-    assert wrong_rows(PoolViews(TINY, pool.regions()), 3) == []
+    write(PoolViews(TINY, pool.regions), 3)
+    assert wrong_rows(PoolViews(TINY, pool.regions), 3) == []
 
 
 def test_memory_of_a_process_that_has_ended(device: int) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_ranges
+from kvbridge.pool.memory import gpu_memory
+from kvbridge.pool.memory.gpu_memory import HostRegistration
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from tests.helpers.gpu_children import child, register
 
@@ -38,7 +39,7 @@ def test_a_mapping_is_page_locked_while_somebody_holds_it(mapping: SharedMapping
     first.close()
     assert not is_pinned(mapping)
     assert told[-1] == (LENGTH, LENGTH)
-    assert (mapping.address, LENGTH) not in registered_ranges()
+    assert (mapping.address, LENGTH) not in gpu_memory._ranges.holders()
 
 
 def test_the_copy_engines_reach_it(mapping: SharedMapping, device: int) -> None:

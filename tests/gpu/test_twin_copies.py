@@ -47,7 +47,7 @@ def test_the_copy_engines_cross_no_border_of_registered_memory(device, stream, t
     with (
         TwinPools(TINY, layout=HostLayout.PAGE_FIRST, page_first=True) as pools,
         MemoryPool.in_files(pools.placements[-1], DEFAULT_DIRECTORY, f"kvbridge-test-{tmp_path.name}") as twins,
-        HostRegistration(twins.mappings, extents=twins.extents(), device=device),
+        HostRegistration(twins.mappings, extents=twins.extents, device=device),
         Bytes(DEVICE, pools.memory[0][0], device) as memory,
     ):
         regions = pools.placements[0].regions_at([memory.address])
@@ -58,7 +58,7 @@ def test_the_copy_engines_cross_no_border_of_registered_memory(device, stream, t
             held[:] = pools.memory[-1][0]
             expected = pools.expected(MOVES, direction)
             means = CopyMeans(CopyBackend.DIRECT, device)
-            with HostCopier(TINY, regions, twins.regions(), direction=direction, means=means) as copier:
+            with HostCopier(TINY, regions, twins.regions, direction=direction, means=means) as copier:
                 copier.copy(MOVES, stream=stream)
             assert np.array_equal(memory.read(), expected[0][0])
             assert np.array_equal(held, expected[-1][0])

@@ -220,4 +220,4 @@ def page_address(region: Region, page: int) -> int:
 
 
 def region_of(pool: MemoryPool, component: ComponentKind, layer: int) -> Region:
-    return next(one for one in pool.regions() if (one.component, one.layer) == (component, layer))
+    return next(one for one in pool.regions if (one.component, one.layer) == (component, layer))

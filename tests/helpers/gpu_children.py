@@ -128,7 +128,7 @@ def mark_late(pipe: Connection, shared: tuple[SharedRegion, ...]) -> None:
 
 def own_pool(pipe: Connection, device: int) -> None:
     pool = MemoryPool.on_gpu(placement(device))
-    views = PoolViews(TINY, pool.regions())
+    views = PoolViews(TINY, pool.regions)
     write(views, 1)
     pipe.send(pool.shared_regions())
     _wait(pipe)

@@ -176,7 +176,7 @@ class NodePools:
         )
         self.pools: list[MemoryPool] = [*self._device, *([self._host] if self._host else [])]
         self.canvas = Canvas(
-            [PoolViews(geometry, pool.regions()) for pool in self.pools],
+            [PoolViews(geometry, pool.regions) for pool in self.pools],
             [np.frombuffer(mapping.buffer, dtype=np.uint8) for pool in self.pools for mapping in pool.mappings],
             colour,
         )

@@ -36,7 +36,7 @@ class StoredPages:
                 ((HostLayout.LAYER_FIRST, 1 << 30), (HostLayout.PAGE_FIRST, 40_000))
             )
         ]
-        self.forms: list[tuple[Region, ...]] = [pool.regions() for pool in self.pools]
+        self.forms: list[tuple[Region, ...]] = [pool.regions for pool in self.pools]
         self.shared = [pool.shared_regions() for pool in self.pools]
         self.places = [ObjectForm(regions) for regions in self.forms]
         self.form = self.places[0]

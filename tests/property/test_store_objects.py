@@ -129,7 +129,7 @@ def test_parts_that_follow_one_another_are_one_stretch(tmp_path: Path):
         for layout in HostLayout:
             placement = host_placement(geometry, kinds, page_count=3, layout=layout)
             pool = stack.enter_context(MemoryPool.in_files(placement, tmp_path, layout))
-            forms.append(ObjectForm(pool.regions()))
+            forms.append(ObjectForm(pool.regions))
     apart, together = forms
     assert len(apart.lengths) > len(kinds)
     assert len(together.lengths) == len(kinds)

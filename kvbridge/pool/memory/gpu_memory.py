@@ -31,7 +31,7 @@ class _Entry(Generic[ValueT]):
     """Held while somebody opens or closes the thing, which may take long."""
     holders: int = 0
     values: list[ValueT] = field(default_factory=list)
-    """Empty while it is closed."""
+    """The thing; empty while it is closed."""
 
 
 class HeldThings(Generic[KeyT, ValueT]):
@@ -113,13 +113,12 @@ def device_uuid(device: int) -> str:
 def device_by_uuid(uuid: str) -> int:
     """Return the CUDA ordinal of a device in this process. Raises UnsupportedError when the process does not see it."""
     seen = {device_uuid(device): device for device in range(runtime.device_count())}
-    try:
-        return seen[uuid]
-    except KeyError:
+    if uuid not in seen:
         raise UnsupportedError(
             f"this process does not see the GPU {uuid}; it sees {', '.join(seen) or 'none'} (CUDA_VISIBLE_DEVICES): "
             "start it with the device that its peer process uses"
-        ) from None
+        )
+    return seen[uuid]
 
 
 Range = tuple[int, int]
@@ -140,10 +139,10 @@ def allocation_of(device: int, address: int) -> Range:
 
 @dataclass(frozen=True, eq=False)
 class ProcessAllocations:
-    """The allocations that a process shares, one object in each process, since CUDA counts by process.
+    """The allocations that a process shares; one object in each process, since CUDA counts by process.
 
-    CUDA cannot open an allocation in the process that made it. The process remembers exported allocations instead, and opening one
-    gives its own address: an engine that brings its memory, its rank worker and a peer in the same process all find it.
+    CUDA cannot open an allocation in the process that made it. The process remembers its exported allocations instead, so an engine
+    that brings its memory, its rank worker and a peer in the same process all find the allocation at its own address.
     """
 
     exported: dict[bytes, int] = field(default_factory=dict)
@@ -226,9 +225,9 @@ _ranges: HeldThings[Range, list[Range]] = HeldThings()
 class HostRegistration(Closing):
     """Host memory that every CUDA device of this process reads and writes at its host addresses, until `close`.
 
-    Registering pins every page and takes 0.05 to 0.4 s for each GiB, once a process: a second registration of the same memory, or
-    of a part of it, costs nothing, and the last one to close ends it. A mapping cannot be closed before its registration. Any
-    thread may create and close one. The caller closes it when no device uses the memory any more.
+    To register memory pins every page and takes 0.05 to 0.4 s for each GiB, once a process: a second registration of the same
+    memory, or of a part of it, costs nothing, and the last one to close unpins the pages. A mapping cannot be closed before its
+    registration. Any thread may create and close one. The caller closes it when no device uses the memory any more.
     """
 
     def __init__(
@@ -241,9 +240,9 @@ class HostRegistration(Closing):
     ) -> None:
         """Register. `on_progress` counts over all of `memory`; an exception of `on_progress` undoes everything.
 
-        Copy engines refuse a copy that crosses from one registration into the next, so each piece that is registered ends at a
-        border of one of `extents`, which no operation crosses. `device` is one that this process may use. Raises RegistrationError
-        with cause and cure, and UnsupportedError without CUDA; a failure leaves nothing registered that was not before.
+        Copy engines refuse a copy that crosses from one registration into the next, so each registered piece ends at a border of
+        one of `extents`, which no operation crosses. `device` is one that this process may use. Raises RegistrationError with cause
+        and cure, and UnsupportedError without CUDA; a failure leaves nothing registered that was not before.
         """
         self._stack = ExitStack()
         memory = tuple(memory)
@@ -251,33 +250,25 @@ class HostRegistration(Closing):
         total_bytes, done_bytes = sum(each.length_bytes for each in memory), 0
         try:
             for each in memory:
-                self._register(each, cuts, device, part_of(on_progress, done_bytes, total_bytes))
+                span, part = (each.address, each.length_bytes), part_of(on_progress, done_bytes, total_bytes)
+                if isinstance(each, SharedMapping):
+                    label = f"shared memory {each.path}"
+                    self._stack.callback(each.buffer.release)
+                else:
+                    label = each.label or f"memory at {each.address:#x}"
+                key = registered_range(span) or span
+                register = partial(_register_pieces, key, cuts, device=device, label=label, on_progress=part)
+                _ranges.hold(key, register, check=partial(_check_apart, key, label))
+                self._stack.callback(_ranges.let_go, key, _unregister_pieces)
                 done_bytes += each.length_bytes
                 on_progress(done_bytes, total_bytes)
         except BaseException:
             self._stack.close()
             raise
 
-    def _register(self, memory: SharedMapping | Extent, cuts: list[int], device: int, on_progress: Progress) -> None:
-        span = memory.address, memory.length_bytes
-        if isinstance(memory, SharedMapping):
-            label = f"shared memory {memory.path}"
-            self._stack.callback(memory.buffer.release)
-        else:
-            label = memory.label or f"memory at {memory.address:#x}"
-        key = registered_range(span) or span
-        register = partial(_register_pieces, key, cuts, device=device, label=label, on_progress=on_progress)
-        _ranges.hold(key, register, check=partial(_check_apart, key, label))
-        self._stack.callback(_ranges.let_go, key, _unregister_pieces)
-
     def close(self) -> None:
         """End the registration. Harmless when closed."""
         self._stack.close()
-
-
-def registered_ranges() -> dict[Range, int]:
-    """Return the ranges that are registered in this process, with the number of holders of each."""
-    return _ranges.holders()
 
 
 def registered_range(span: Range) -> Range | None:
@@ -307,7 +298,10 @@ def _register_pieces(
             try:
                 runtime.register_host(address, length_bytes, device=device, label=label)
             except RegistrationError as error:
-                raise RegistrationError(f"{error}. Here: {_limits()}") from error
+                soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+                memlock = "no memlock limit" if soft == resource.RLIM_INFINITY else f"a memlock limit of {soft} bytes"
+                groups = [f"{limit.name} with {limit.available_bytes} bytes left" for limit in control_group_limits()]
+                raise RegistrationError(f"{error}. Here: {'; '.join([memlock, *groups])}") from error
             done.append((address, length_bytes))
             on_progress(sum(done[-1]) - span[0], span[1])
         undo.pop_all()
@@ -326,13 +320,6 @@ def _check_apart(span: Range, label: str, others: set[Range]) -> None:
                 f"{label}: [{span[0]:#x}, {sum(span):#x}) overlaps [{other[0]:#x}, {sum(other):#x}), "
                 "which is registered with CUDA already; register whole mappings only"
             )
-
-
-def _limits() -> str:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    memlock = "no memlock limit" if soft == resource.RLIM_INFINITY else f"a memlock limit of {soft} bytes"
-    groups = [f"{limit.name} with {limit.available_bytes} bytes left" for limit in control_group_limits()]
-    return "; ".join([memlock, *groups])
 
 
 # ------------------------------------------------------------------------------------------- points in a GPU's work
@@ -358,9 +345,7 @@ class EventRing:
 
     def __init__(self, device_uuid: str, create: Callable[[], Event]) -> None:
         """`create` makes an event of the device that `device_uuid` names."""
-        self.name = secrets.token_hex(8)
-        self._device_uuid = device_uuid
-        self._create = create
+        self.name, self._device_uuid, self._create = secrets.token_hex(8), device_uuid, create
         self._entries: deque[tuple[Event, StreamPoint]] = deque()
         """The event that was recorded longest ago first."""
 
@@ -390,9 +375,6 @@ class EventRing:
             _own_events.pop((self.name, point.handle), None)
         self._entries.clear()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
 
 class StreamPoints:
     """Tells whether points that others have named are reached. Used by one thread."""
@@ -415,11 +397,9 @@ class StreamPoints:
             ) from error
 
     def _opened(self, point: StreamPoint) -> Event:
-        ring = self._rings.pop(point.ring, None)
-        if ring is None:
-            ring = {}
-            while len(self._rings) >= MOST_RINGS:
-                self._close_ring(next(iter(self._rings)))
+        ring = self._rings.pop(point.ring, {})
+        while len(self._rings) >= MOST_RINGS:
+            self._close_ring(next(iter(self._rings)))
         self._rings[point.ring] = ring
         if point.handle not in ring:
             ring[point.handle] = self._open(point)

@@ -4,11 +4,10 @@ A `Region` (core.geometry.manifest) has the addresses of the pages of one compon
 registered as a whole; pages of several regions may lie in it. An `Origin` (core.wire.messages) is the file or device
 allocation that other processes of the host open to reach an extent. A `PageArray` (core.plan) computes addresses of pages.
 
-A *block* is one strided array: in the `layer_first` form one layer of one component, page after page; in the `page_first` forms
-(which place the same bytes, and differ in what copies them) all layers of all components of an index space, so a page id is one
-stretch of memory. In device pools a component that decode may keep in its host pool has a block of its own on both sides of a
-transfer: its pages then lie alike at source and destination, and the pages of the others continue from page to page without it.
-Code behind this module sees strides and never asks for the layout.
+A *block* is one strided array: in the `layer_first` form one layer of one component, page after page; in the `page_first` form all
+layers of all components of an index space, so a page id is one stretch of memory. In device pools a component that decode may keep
+in its host pool has a block of its own on both sides of a transfer: its pages then lie alike at source and destination, and the
+pages of the others continue from page to page without it. Code behind this module sees strides and never asks for the layout.
 
 Blocks begin at multiples of 4 KiB and never touch, so two addresses of different blocks are never neighbours. A block that is
 longer than an extent is cut between pages; the parts touch unless a new mapping begins, so within one mapping a region is one
@@ -19,10 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
-from typing import Self, TypeVar
+from itertools import pairwise
+from typing import Any, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
@@ -116,16 +115,13 @@ def registered_extents(regions: Iterable[Region], shared: Sequence[Extent] = ())
             merged[-1] = (first, max(before, stop), kind, device, first_stride)
         else:
             merged.append((start, stop, kind, device, stride))
-    return [_extent(start, stop, MemoryKind(kind), device, shared) for start, stop, kind, device, _ in merged]
-
-
-def _extent(start: int, stop: int, kind: MemoryKind, device: int, shared: Sequence[Extent]) -> Extent:
-    found = Extent(address=start, length_bytes=stop - start, kind=kind, device=device, label=f"{kind} at {start:#x}")
-    for whole in shared:
-        if whole.holds(start, stop, kind):
+    found = []
+    for start, stop, kind, device, _ in merged:
+        facts: dict[str, Any] = {"label": f"{kind} at {start:#x}"}
+        if whole := next((one for one in shared if one.holds(start, stop, MemoryKind(kind))), None):
             offset = start - whole.address
             facts = {"origin": whole.origin, "offset_bytes": offset, "label": f"{whole.label} at {offset}"}
-            return found.model_copy(update=facts)
+        found.append(Extent(address=start, length_bytes=stop - start, kind=MemoryKind(kind), device=device, **facts))
     return found
 
 
@@ -143,15 +139,6 @@ class Placement(FrozenModel):
     regions: tuple[Region, ...] = Field(min_length=1)
     """`extent_addresses` are offsets, each into the mapping that `homes` numbers at the same position."""
     homes: tuple[tuple[NonNegative, ...], ...]
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        lengths = [mapping.length_bytes for mapping in self.mappings]
-        for region, homes in zip(self.regions, self.homes, strict=True):
-            for mapping, (offset, _, length_bytes) in zip(homes, region.extents(), strict=True):
-                if mapping >= len(lengths) or offset + length_bytes > lengths[mapping]:
-                    raise ValueError(f"{region.label}: an extent does not lie within its mapping")
-        return self
 
     @property
     def memory(self) -> MemoryKind:
@@ -182,8 +169,7 @@ class Placement(FrozenModel):
 
     def _by_region(self, of_mappings: Sequence[ThingT]) -> Iterator[tuple[Region, tuple[ThingT, ...]]]:
         if len(of_mappings) != len(self.mappings):
-            text = f"a placement of {len(self.mappings)} mappings needs one address or origin for each, got {len(of_mappings)}"
-            raise InvalidInputError(text)
+            raise InvalidInputError(f"{len(self.mappings)} mappings have {len(of_mappings)} addresses or origins")
         for region, homes in zip(self.regions, self.homes, strict=True):
             yield region, tuple(of_mappings[mapping] for mapping in homes)
 
@@ -240,8 +226,8 @@ class RankPart(FrozenModel):
 def stage_layers(layer_count: int, pp_size: int, pp: int, boundaries: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Return the global layer ids of pipeline stage `pp`, ascending.
 
-    `boundaries` are the first layers of the stages 1 to pp_size - 1. Without boundaries stages are equally long, and the first ones
-    have one layer more where the division leaves a rest; engines differ there, so name the boundaries in that case.
+    `boundaries` are the first layers of the stages 1 to pp_size - 1. Without boundaries stages are equally long; where the division
+    leaves a rest, the first stages have one layer more. Engines differ there, so name the boundaries in that case.
     """
     if pp_size < 1 or not 0 <= pp < pp_size or pp_size > layer_count:
         raise InvalidInputError(f"stage {pp} of {pp_size} does not exist in a model of {layer_count} layers")
@@ -273,16 +259,13 @@ def device_placement(
     """Lay out the device pool of one rank: every component but `exclude` (on decode: those in the host pool).
 
     With `page_first`, strides are still multiples of every component's `page_alignment_bytes`, as attention kernels want them.
-
     Raises InvalidInputError when a space that is needed has no page count, a page is longer than an extent, or heads do not divide.
     """
     found: list[_Placed] = []
     for component, layers in part.components(geometry, exclude):
         page_count = page_counts.get(component.space, 0)
         if page_count < 1:
-            raise InvalidInputError(
-                f"{component.kind} on rank {part.rank} needs at least one page of space '{component.space}'"
-            )
+            raise InvalidInputError(f"{component.kind} on rank {part.rank} needs a page of space '{component.space}'")
         lanes = part.lanes(component)
         page_bytes = component.page_bytes(lanes[1] - lanes[0])
         where = {"memory": part.memory, "device": part.device}
@@ -317,8 +300,7 @@ def host_placement(
             raise InvalidInputError(f"{component.kind} of '{geometry.name}' cannot live in the host pool")
         if component.lanes > 1:
             raise UnsupportedError(
-                f"{component.kind} of '{geometry.name}' is split by heads over ranks; the host pool holds pages "
-                f"that all ranks of a node share"
+                f"{component.kind} of '{geometry.name}' is split by heads over ranks, and all ranks share a page of the host pool"
             )
         held = [layer for layer in component.layers if layers is None or layer in layers]
         if not held:
@@ -396,13 +378,11 @@ def _pack(
     """Put blocks one after another into mappings; `alignment_bytes` is of the stride of blocks with several regions."""
     chunking = chunking or Chunking()
     limit = chunking.mapping_bytes and chunking.mapping_bytes // EXTENT_ALIGNMENT_BYTES * EXTENT_ALIGNMENT_BYTES
-    blocks = [[region] for _, region in found]
-    if page_first:
-        home = lambda placed: (placed[1].space, placed[0])  # noqa: E731
-        # Sorting is stable: components and layers keep their order.
-        blocks = [[region for _, region in block] for _, block in groupby(sorted(found, key=home), key=home)]
+    blocks: dict[tuple[str, ...] | int, list[Region]] = {}
+    for number, (block_name, region) in enumerate(found):
+        blocks.setdefault((region.space, block_name) if page_first else number, []).append(region)
     ends, regions, homes = [0], list[Region](), list[tuple[int, ...]]()
-    for block in blocks:
+    for block in (blocks[key] for key in sorted(blocks)):
         page_count = block[0].page_count
         stride = sum(region.page_bytes for region in block)
         stride = align_up(stride, alignment_bytes) if page_first else stride

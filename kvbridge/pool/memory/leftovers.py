@@ -22,6 +22,7 @@ import structlog
 
 from kvbridge.core.errors import RegistrationError
 from kvbridge.core.process import Closing
+from kvbridge.pool.memory.shared_mapping import opened
 
 log = structlog.get_logger(__name__)
 
@@ -30,14 +31,15 @@ POOL_PREFIX = "kvbridge-"
 PROOF_PREFIX = ".kvbridge-"
 """The beginning of the names of proofs and lock files (`transport/local/host.py`): then a random number."""
 
-KEPT_NAME = re.compile(rf"({re.escape(POOL_PREFIX)}[0-9a-f]{{12}}-keep)[.-].+")
+_KEPT_NAME = re.compile(rf"({re.escape(POOL_PREFIX)}[0-9a-f]{{12}}-keep)[.-].+")
 """Names of kept files; the group is the beginning of the names of one node's files."""
 _NAMES = {
     "pool": re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{12}-[0-9a-f]{16}\..+"),
-    "kept": KEPT_NAME,
+    "kept": _KEPT_NAME,
     "proof": re.compile(re.escape(PROOF_PREFIX) + r"[0-9a-f]{16}"),
 }
-_PROC_LOCKS = Path("/proc/locks")
+_READ = os.O_RDONLY | os.O_NONBLOCK
+_Inode = tuple[int, int, int]
 
 
 class Verdict(StrEnum):
@@ -66,12 +68,6 @@ class Leftover:
     why: str
 
 
-def kept_lock(path: Path) -> Path:
-    """Return the file that is locked for a kept file."""
-    found = KEPT_NAME.fullmatch(path.name)
-    return path.with_name(f"{found[1] if found else path.name}.lock")
-
-
 def sweep(directories: Iterable[Path], *, dry_run: bool = False) -> list[Leftover]:
     """Remove this user's files of kvbridge that belong to no living process, and return all files of kvbridge.
 
@@ -92,7 +88,7 @@ def sweep(directories: Iterable[Path], *, dry_run: bool = False) -> list[Leftove
             continue  # it has gone meanwhile
         except OSError as error:
             verdict, why = Verdict.FAILED, error.strerror or str(error)
-        holder = holders.get(_inode(facts))
+        holder = holders.get((os.major(facts.st_dev), os.minor(facts.st_dev), facts.st_ino))
         found.append(Leftover(path, kind, facts.st_blocks * 512, facts.st_uid, holder, verdict, why))
     return found
 
@@ -115,45 +111,32 @@ def remove_leftovers(directories: Iterable[Path]) -> None:
 def _remove_unowned(path: Path, user_id: int, kind: str, *, dry_run: bool) -> tuple[Verdict, str]:
     if user_id != os.geteuid():
         return Verdict.FOREIGN, "it belongs to another user"
-    locked = kept_lock(path) if kind == "kept" and _is_own(kept_lock(path)) else path
-    descriptor = os.open(locked, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    locked = path
+    if kind == "kept" and (name := _KEPT_NAME.fullmatch(path.name)):
+        lock = path.with_name(f"{name[1]}.lock")
+        locked = lock if _is_own(lock) else path
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), locked.lstat()):
-            return Verdict.IN_USE, "another sweep was faster, and a new owner has taken the name"
-        left_s = 0.0
-        if kind == "kept" and locked == kept_lock(path):
-            with contextlib.suppress(ValueError):
-                left_s = float(os.pread(descriptor, 32, 0)) - time.time()
-        if left_s > 0:
-            return Verdict.KEPT, f"a daemon of the same name can go on with it for {left_s:.0f} s more (pools.keep_s)"
-        if not dry_run:
-            path.unlink()
+        with opened(locked, _READ) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), locked.lstat()):
+                return Verdict.IN_USE, "another sweep was faster, and a new owner has taken the name"
+            left_s = 0.0
+            if kind == "kept" and locked.suffix == ".lock":
+                with contextlib.suppress(ValueError):
+                    left_s = float(os.pread(descriptor, 32, 0)) - time.time()
+            if left_s > 0:
+                return Verdict.KEPT, f"a daemon of the same name can reuse it for {left_s:.0f} s more (pools.keep_s)"
+            if not dry_run:
+                path.unlink()
     except BlockingIOError:
         return Verdict.IN_USE, "a living process holds its lock"
-    finally:
-        os.close(descriptor)
     return Verdict.REMOVED, "no living process holds its lock"
-
-
-def _is_own(path: Path) -> bool:
-    try:
-        return not _why_foreign(path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-_Inode = tuple[int, int, int]
-
-
-def _inode(found: os.stat_result) -> _Inode:
-    return os.major(found.st_dev), os.minor(found.st_dev), found.st_ino
 
 
 def _lock_holders() -> dict[_Inode, int]:
     """Return the process that holds the lock of each file, as far as the kernel shows it: for display, never for a decision."""
     try:
-        lines = _PROC_LOCKS.read_text(encoding="ascii").splitlines()
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return {}
     holders = {}
@@ -180,114 +163,102 @@ class KeptFiles(Closing):
     """The right to the files that a node's processes pass on, one after the other.
 
     The process that holds the lock of their lock file has the right; the kernel takes the lock from a dead process. The holder
-    writes the expiry of the files into the lock file again and again, and a sweep reads it.
-
-    Any user of the host can make files in shared memory, and these names follow from those of instance and node. Therefore only
-    regular files of this user count.
+    writes the expiry of the files into the lock file again and again, and a sweep reads it. Any user of the host can make files in
+    shared memory, and these names follow from those of instance and node. Therefore only regular files of this user count.
     """
 
-    def __init__(self, lock: Path, descriptor: int, keep_s: float) -> None:
-        """Use `lock_files` instead."""
-        self.directory = lock.parent
-        self._lock = lock
-        self._prefix = lock.name.removesuffix(".lock")
-        self._descriptor = descriptor
-        self._keep_s = keep_s
-        self._renew_at_s = 0.0
-        self.journal = lock.with_suffix(".journal")
-
-    @classmethod
-    def lock_files(cls, directory: Path, prefix: str, *, keep_s: float, wait_s: float) -> KeptFiles:
+    def __init__(self, directory: Path, prefix: str, *, keep_s: float, wait_s: float) -> None:
         """Get the right to the files whose names begin with `prefix`, which ends in `-keep`, at the latest after `wait_s`.
 
         Raises RegistrationError when another process of this user keeps it, ForeignFilesError where a name is taken.
         """
-        lock, deadline_s = directory / f"{prefix}.lock", time.monotonic() + wait_s
+        self._directory, self._prefix, self._keep_s = directory, prefix, keep_s
+        self._lock, self.journal = directory / f"{prefix}.lock", directory / f"{prefix}.journal"
+        self._renew_at_s, deadline_s = 0.0, time.monotonic() + wait_s
         while True:
-            _require_own_names(directory, prefix)
+            self._require_own_names()
             try:
-                descriptor = _locked(lock)
+                descriptor = _locked(self._lock)
             except OSError as error:
-                _require_own_names(directory, prefix)  # a name may have been taken just now
-                raise RegistrationError(f"{lock} cannot be locked: {error}") from error
+                self._require_own_names()  # a name may have been taken just now
+                raise RegistrationError(f"{self._lock} cannot be locked: {error}") from error
             if descriptor is not None:
-                found = cls(lock, descriptor, keep_s)
-                found.renew()
-                return found
+                break
             if time.monotonic() >= deadline_s:
                 raise RegistrationError(
-                    f"{lock}: another daemon of the same instance and node name uses the kept pools (pools.keep_s); end it, or "
-                    "give this one another name"
+                    f"{self._lock}: another daemon of the same instance and node name uses the kept pools (pools.keep_s); end it, "
+                    "or give this one another name"
                 )
             time.sleep(_LOOK_EVERY_S)
+        self._descriptor = descriptor
+        self.renew()
+
+    def _require_own_names(self) -> None:
+        for path in sorted(self._directory.glob(f"{self._prefix}[.-]*")):
+            with contextlib.suppress(FileNotFoundError):
+                if why := _why_foreign(path.lstat()):
+                    raise ForeignFilesError(
+                        f"the pools cannot be kept (pools.keep_s): {path} {why}; have it removed, by that user or by root, and "
+                        "start this daemon again"
+                    )
 
     def read_journal(self) -> bytes:
         """Return the journal's bytes. Raises OSError, without waiting, where the journal is no file of this user."""
-        descriptor = os.open(self.journal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
+        with opened(self.journal, _READ) as descriptor:
             if _why_foreign(os.fstat(descriptor)):
                 raise PermissionError(f"{self.journal} is not this user's file")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read()
-        finally:
-            os.close(descriptor)
 
     def new_path(self, incarnation: str) -> Path:
         """Return the beginning of the names of this process's pools: a process that knows earlier names does not find them."""
-        return self.directory / f"{self._prefix}-{incarnation}"
+        return self._directory / f"{self._prefix}-{incarnation}"
 
     def pools(self) -> dict[str, list[Path]]:
         """Return the pools' files by the end of their names after the incarnation, as `twins.0`."""
         found: dict[str, list[Path]] = {}
-        for path in filter(_is_own, sorted(self.directory.glob(f"{self._prefix}-*"))):
+        for path in filter(_is_own, sorted(self._directory.glob(f"{self._prefix}-*"))):
             found.setdefault(path.name.removeprefix(f"{self._prefix}-").partition(".")[2], []).append(path)
         return found
 
     def remove_pools(self, *, besides: str = "") -> None:
         """Remove every file except the lock and the pools of the incarnation `besides`."""
-        pools = [path for paths in self.pools().values() for path in paths]
-        kept = [path for path in pools if besides and path.name.startswith(self.new_path(besides).name)]
-        for path in (self.journal, *pools):
-            if path not in kept and _is_own(path):
+        for path in (self.journal, *(path for paths in self.pools().values() for path in paths)):
+            if not (besides and path.name.startswith(self.new_path(besides).name)) and _is_own(path):
                 path.unlink(missing_ok=True)
 
     def renew(self) -> None:
         """Renew the expiry, for the case that this process ends now. Call it often."""
         if time.monotonic() >= self._renew_at_s:
             self._renew_at_s = time.monotonic() + min(_RENEW_EVERY_S, self._keep_s / _RENEWALS)
-            self._write_expiry()
+            os.pwrite(self._descriptor, f"{time.time() + self._keep_s:032.6f}".encode(), 0)
 
     def close(self, *, keep: bool = False) -> None:
         """Give the right up; keep the files for the next process, or remove them. Harmless when closed."""
         if self._descriptor < 0:
             return
         if keep:
-            self._write_expiry()
+            self._renew_at_s = 0.0
+            self.renew()
         else:
             self.remove_pools()
             self._lock.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = -1
 
-    def _write_expiry(self) -> None:
-        os.pwrite(self._descriptor, f"{time.time() + self._keep_s:032.6f}".encode(), 0)
-
 
 def discard_files(directory: Path, prefix: str) -> None:
     """Remove kept files whose names begin with `prefix`, unless another process has the right to them."""
     if (directory / f"{prefix}.lock").exists():
-        with contextlib.suppress(RegistrationError), KeptFiles.lock_files(directory, prefix, keep_s=0.0, wait_s=0.0):
+        with contextlib.suppress(RegistrationError), KeptFiles(directory, prefix, keep_s=0.0, wait_s=0.0):
             log.info("kept_pools_removed", directory=str(directory), reason="pools.keep_s is 0")
 
 
-def _require_own_names(directory: Path, prefix: str) -> None:
-    for path in sorted(directory.glob(f"{prefix}[.-]*")):
-        with contextlib.suppress(FileNotFoundError):
-            if why := _why_foreign(path.lstat()):
-                raise ForeignFilesError(
-                    f"the pools cannot be kept (pools.keep_s): {path} {why}; have it removed, by that user or by root, and start "
-                    "this daemon again"
-                )
+def _is_own(path: Path) -> bool:
+    try:
+        return not _why_foreign(path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _why_foreign(found: os.stat_result) -> str:
@@ -299,15 +270,12 @@ def _why_foreign(found: os.stat_result) -> str:
 def _locked(path: Path) -> int | None:
     """Return a descriptor that holds the lock of a file, made if there is none; None while another process has it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found = os.fstat(descriptor)
-        if found.st_uid == os.geteuid() and os.path.samestat(found, path.lstat()):
-            return descriptor
-    except (BlockingIOError, FileNotFoundError):  # or a sweep was faster
-        pass
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # or a sweep was faster
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.fstat(descriptor)
+            if found.st_uid == os.geteuid() and os.path.samestat(found, path.lstat()):
+                stack.pop_all()
+                return descriptor
     return None

@@ -37,10 +37,10 @@ SHARED_ALIGNMENT_BYTES = 2 << 20
 class MemoryPool(Closing):
     """The regions of one rank's device pool, or of a node's host pool, in this process.
 
-    Its memory is shared files (`in_files`, `taken_over`), a GPU's (`on_gpu`), or an engine's, which the pool describes and never
-    touches (`adopted`). Freeing GPU memory that another process still has open is undefined, so such a pool is closed only when
-    nobody else can have it open any more. A rank worker does not close it: when the process ends, the driver keeps the memory until
-    the last process that opened it has closed it, and allocates nothing in its place before.
+    The memory is in shared files (`in_files`, `taken_over`), on a GPU (`on_gpu`), or an engine's, which the pool describes and
+    never touches (`adopted`). To free GPU memory that another process still has open is undefined, so a pool on a GPU is closed
+    only when nobody else can have it open any more. A rank worker does not close its pool: when the process ends, the driver keeps
+    the memory until the last process that opened it has closed it, and allocates nothing in its place before.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class MemoryPool(Closing):
         allocations: ExitStack | None = None,
     ) -> None:
         """`shared`: whole files and allocations in which some of the regions lie, and that other processes can reach."""
-        self._regions = tuple(regions)
-        self._extents = tuple(registered_extents(regions, shared))
+        self.regions = tuple(regions)
+        """All regions, for the rank's manifest. Addresses are valid until `close`."""
+        self.extents = tuple(registered_extents(regions, shared))
+        """All memory, in the pieces to register it in."""
         self._origins = [whole.origin for whole in shared if whole.origin is not None]
         self.placement = placement
         self.mappings = tuple(mappings)
@@ -86,13 +88,12 @@ class MemoryPool(Closing):
             raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
         require_memory(Path(directory) / prefix, placement.total_bytes)
         mappings: list[SharedMapping] = []
-        done_bytes = 0
         try:
             for planned in placement.mappings:
+                done_bytes = sum(mapping.length_bytes for mapping in mappings)
                 report = part_of(on_progress, done_bytes, placement.total_bytes)
                 name = f"{prefix}.{planned.name}"
                 mappings.append(SharedMapping.create(directory, name, planned.length_bytes, on_progress=report))
-                done_bytes += planned.length_bytes
             return cls._in_mappings(placement, mappings)
         except BaseException:
             close_all(mappings)
@@ -100,28 +101,22 @@ class MemoryPool(Closing):
 
     @classmethod
     def taken_over(
-        cls,
-        placement: Placement,
-        old: Sequence[Path],
-        prefix: Path,
-        *,
-        wait_s: float,
-        on_progress: Progress = ignore_progress,
+        cls, placement: Placement, old: Sequence[Path], prefix: Path, *, wait_s: float, on_progress: Progress
     ) -> Self:
         """Own the files of an equal placement that their owner has left, one for each mapping, in order; keep their content.
 
         The files get names that begin with `prefix`. Raises RegistrationError when they cannot be owned, and removes them; they
         stay when `on_progress` raises.
         """
-        deadline_s, done_bytes = time.monotonic() + wait_s, 0
+        deadline_s = time.monotonic() + wait_s
         mappings: list[SharedMapping] = []
         paths = [prefix.with_name(f"{prefix.name}.{planned.name}") for planned in placement.mappings]
         try:
-            for planned, file, path in zip(placement.mappings, old, paths, strict=True):
+            for file, path in zip(old, paths, strict=True):
+                done_bytes = sum(mapping.length_bytes for mapping in mappings)
                 report = part_of(on_progress, done_bytes, placement.total_bytes)
                 left_s = max(0.0, deadline_s - time.monotonic())
                 mappings.append(SharedMapping.take_over(file, path, wait_s=left_s, on_progress=report))
-                done_bytes += planned.length_bytes
             return cls._in_mappings(placement, mappings)
         except RegistrationError:
             close_all(mappings)
@@ -159,7 +154,7 @@ class MemoryPool(Closing):
             return cls(placement.regions_at(addresses), made, placement=placement, allocations=stack.pop_all())
 
     @classmethod
-    def adopted(  # noqa: PLR0913 - one call for all that a worker and an engine know of the memory
+    def adopted(  # noqa: PLR0913 - one call for all facts of the memory that a worker and an engine know
         cls,
         geometry: ModelGeometry,
         part: RankPart,
@@ -172,29 +167,15 @@ class MemoryPool(Closing):
     ) -> Self:
         """Check and adopt an engine's memory: every component of `part` but `exclude`, each layer once, in the geometry's form.
 
-        Components of `own_host` are given in the space `host`, the others on the device.
-        `given` are regions of one extent each, at this process's addresses; `shared` are whole allocations in which some of them
-        lie and that other processes of the host can reach. The engine frees its memory when no peer holds a manifest of it. Raises
-        InvalidInputError that names the component and layer that is missing, too much, or of another form.
+        Components of `own_host` are given in the space `host`, the others on the device. `given` are regions of one extent each, at
+        this process's addresses; `shared` are whole allocations in which some of them lie, and which other processes of the host
+        can reach. The engine frees its memory when no peer holds a manifest of it. Raises InvalidInputError that names the
+        component and layer that is missing, too much, or of another form.
         """
         _require_complete(geometry, part, given, exclude, own_host)
-        manifest = RankManifest(
-            fingerprint=fingerprint(geometry),
-            rank=part.rank,
-            pp_size=part.pp_size,
-            tp_size=part.tp_size,
-            regions=tuple(given),
-        )
-        check_manifest(manifest, geometry)
+        facts = {"rank": part.rank, "pp_size": part.pp_size, "tp_size": part.tp_size}
+        check_manifest(RankManifest(fingerprint=fingerprint(geometry), regions=tuple(given), **facts), geometry)
         return cls(cut_regions(given, extent_bytes), shared)
-
-    def regions(self) -> tuple[Region, ...]:
-        """All regions, for the rank's manifest. Addresses are valid until `close`."""
-        return self._regions
-
-    def extents(self) -> tuple[Extent, ...]:
-        """All memory, in the pieces to register it in."""
-        return self._extents
 
     def shared_regions(self) -> tuple[SharedRegion, ...]:
         """Return the regions as other processes of the host open them (`MappedRegions`); none of an engine's memory."""
@@ -215,15 +196,14 @@ class MemoryPool(Closing):
 
     def __repr__(self) -> str:
         pages = ", ".join(f"{count} {space}" for space, count in self._page_counts.items())
-        size_bytes = sum(extent.length_bytes for extent in self._extents)
-        return f"<MemoryPool: {len(self._regions)} regions, pages {pages}, {size_bytes} bytes>"
+        size_bytes = sum(extent.length_bytes for extent in self.extents)
+        return f"<MemoryPool: {len(self.regions)} regions, pages {pages}, {size_bytes} bytes>"
 
 
 class MappedRegions(Closing):
     """The regions of a node's pools, in another process. Each file and each allocation is opened once; `close` closes them all.
 
-    `regions` are valid until `close`, in the order in which they were given; the `device` of those in VRAM is this
-    process's ordinal.
+    `regions` are valid until `close`, in the order in which they were given. The `device` of a region in VRAM is this process's.
     """
 
     def __init__(self, shared: Iterable[SharedRegion], owner: int | None = None) -> None:
@@ -317,15 +297,12 @@ def _require_complete(
 ) -> None:
     held = {(component.kind, layer) for component, layers in part.components(geometry, exclude) for layer in layers}
     named = {(region.component, region.layer) for region in given}
-    if missing := sorted(held - named):
-        kind, layer = missing[0]
-        raise InvalidInputError(
-            f"rank {part.rank}: the engine gave no memory for {kind} layer {layer} ({len(missing)} regions are missing)"
-        )
-    if foreign := sorted(named - held):
-        kind, layer = foreign[0]
+    if wrong := sorted(held ^ named):
+        kind, layer = wrong[0]
         raise InvalidInputError(
             f"rank {part.rank} holds no {kind} layer {layer} of '{geometry.name}' on its device, but the engine gave it"
+            if wrong[0] in named
+            else f"rank {part.rank}: the engine gave no memory for {kind} layer {layer} ({len(held - named)} regions are missing)"
         )
     if len(named) != len(given):
         raise InvalidInputError(f"rank {part.rank}: {len(given)} regions for {len(named)} components of layers")

@@ -1,11 +1,11 @@
 """A file in shared memory, mapped: memory that several processes of one host address as their own.
 
-The process that creates a file owns it and holds an advisory lock on it, which the kernel drops when the owner ends, however it
-ends: a file that can be locked belongs to nobody (`leftovers.py`). A new file has no name (O_TMPFILE) until it is locked and all of
-its memory is there, so nobody meets an unlocked or half-made file, and a creation that fails or is killed leaves nothing.
+The process that creates a file owns the file and holds an advisory lock on it. The kernel drops the lock when the owner ends,
+however it ends: a file that can be locked belongs to nobody (`leftovers.py`). A new file has no name (O_TMPFILE) until it is locked
+and all of its memory is there. Nobody meets an unlocked or half-made file, and a creation that fails or is killed leaves nothing.
 
-The descriptor that holds the lock is the one that Python's mmap object keeps for itself; it is closed with the mapping, even when
-nobody calls `close`. Memory is handed out as memoryviews only: Python counts them, so a mapping cannot be closed under one of them.
+Python's mmap object keeps the descriptor that holds the lock, and closes it with the mapping, even when nobody calls `close`.
+Memory is handed out as memoryviews only: Python counts them, so a mapping cannot be closed under one of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from kvbridge.core.wire.messages import FileOrigin
 from kvbridge.pool.memory.layout import Extent, Progress, ignore_progress
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL
-DEFAULT_CHUNK_BYTES = 64 << 20
+CHUNK_BYTES = 64 << 20
 """Memory that is populated between two reports of progress, at which a creation can be stopped."""
+POPULATE_THREADS = 4
 
 _LOOK_EVERY_S = 0.02
 _MADV_HUGEPAGE = 14
@@ -40,11 +41,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
-class SharedMapping(Closing):
-    """One mapped file. `create` makes it and owns it; `open` maps one that another process owns.
+@contextlib.contextmanager
+def opened(path: Path | str, flags: int, *, dir_fd: int | None = None) -> Iterator[int]:
+    """Open a file, of mode 0600 if it is made, and close it again. Follows no link, and no child process inherits it."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=dir_fd)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
-    Not thread-safe; the memory itself is, as memory goes.
-    """
+
+class SharedMapping(Closing):
+    """One mapped file. `create` makes it and owns it; `open` maps one that another process owns. Not thread-safe."""
 
     def __init__(self, path: Path, mapped: mmap.mmap, *, owner: bool) -> None:
         self.path = path
@@ -58,71 +66,64 @@ class SharedMapping(Closing):
 
     @classmethod
     def create(
-        cls,
-        directory: Path | str,
-        name: str,
-        length_bytes: int,
-        *,
-        on_progress: Progress = ignore_progress,
-        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-        threads: int = 4,
+        cls, directory: Path | str, name: str, length_bytes: int, *, on_progress: Progress = ignore_progress
     ) -> Self:
         """Create `directory/name` of `length_bytes` zero bytes (mode 0600), with every page of it in memory.
 
         Takes about a second for each 1 to 8 GiB; `on_progress` is called after each chunk. Raises RegistrationError,
         and leaves no file, when it exists, when memory does not suffice or when the directory cannot be used.
         """
-        if not name or "/" in name or name.startswith("."):
-            raise InvalidInputError(f"a shared file needs a plain name, got '{name}'")
         path = Path(directory) / name
-        if length_bytes < 1 or chunk_bytes < mmap.PAGESIZE or threads < 1:
-            raise InvalidInputError(
-                f"{path}: need length_bytes >= 1, chunk_bytes >= {mmap.PAGESIZE} and threads >= 1, "
-                f"got {length_bytes}, {chunk_bytes} and {threads}"
-            )
+        if not name or "/" in name or name.startswith(".") or length_bytes < 1:
+            raise InvalidInputError(f"a shared file needs a plain name and a length, got '{name}' and {length_bytes}")
         require_memory(path, length_bytes)
-        with _nameless_file(path, length_bytes) as descriptor:
-            mapping = cls(path, mmap.mmap(descriptor, length_bytes), owner=True)
-            try:
-                mapping._populate(descriptor, on_progress, chunk_bytes // mmap.PAGESIZE * mmap.PAGESIZE, threads)
+        taken = (
+            f"shared memory {path} exists: another process uses the same name, or one has died and was not swept up; end it, "
+            "remove the file, or configure another name"
+        )
+        if path.exists():
+            raise RegistrationError(taken)
+        try:
+            with opened(path.parent.resolve(), os.O_RDWR | os.O_TMPFILE) as descriptor, contextlib.ExitStack() as undo:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, length_bytes)
+                mapping = cls(path, mmap.mmap(descriptor, length_bytes), owner=True)
+                undo.callback(mapping.close)
+                mapping._populate(descriptor, on_progress)
                 # Only with a directory descriptor does os.link follow the link in /proc, as linkat(2) has it for O_TMPFILE.
                 os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
-            except FileExistsError:
-                mapping.close()
-                raise _exists(path) from None
-            except BaseException:
-                mapping.close()
-                raise
-            mapping._linked = True
-            return mapping
+                mapping._linked = True
+                undo.pop_all()
+                return mapping
+        except FileExistsError:
+            raise RegistrationError(taken) from None
+        except OSError as error:
+            raise RegistrationError(
+                f"cannot create shared memory {path} of {length_bytes} bytes: {error.strerror}; {path.parent} must be a writable "
+                "tmpfs such as /dev/shm, and limits on file size and address space must allow it"
+            ) from error
 
     @classmethod
     def take_over(cls, old: Path, path: Path, *, wait_s: float, on_progress: Progress = ignore_progress) -> Self:
         """Own a file that its owner has left, with its content, under another name.
 
-        The kernel has to say first that nobody has it open for writing, at the latest after `wait_s`. Nobody can come to it by the
-        old name meanwhile. Raises RegistrationError when somebody has, or it cannot be owned; the file stays then, as it does
-        when `on_progress` raises.
+        The kernel has to say first that nobody has the file open for writing, at the latest after `wait_s`. Nobody can come to the
+        file by its old name meanwhile. Raises RegistrationError when somebody has it open, or it cannot be owned. The file stays
+        then, as it does when `on_progress` raises.
         """
         try:
             old.rename(path)
             _await_no_writers(path, time.monotonic() + wait_s)
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
+            with opened(path, os.O_RDWR) as descriptor, contextlib.ExitStack() as undo:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                length_bytes = os.fstat(descriptor).st_size
-                mapping = cls(path, mmap.mmap(descriptor, length_bytes), owner=True)
-                try:
-                    mapping._populate(descriptor, on_progress, DEFAULT_CHUNK_BYTES, 4)
-                except BaseException:
-                    mapping.close()
-                    raise
-            finally:
-                os.close(descriptor)
+                mapping = cls(path, mmap.mmap(descriptor, os.fstat(descriptor).st_size), owner=True)
+                undo.callback(mapping.close)
+                mapping._populate(descriptor, on_progress)
+                mapping._linked = True
+                undo.pop_all()
+                return mapping
         except (OSError, ValueError) as error:
             raise RegistrationError(f"shared memory {old} cannot be taken over: {error}") from error
-        mapping._linked = True
-        return mapping
 
     def leave(self) -> None:
         """Let the file stay after `close`, for the next owner."""
@@ -145,52 +146,42 @@ class SharedMapping(Closing):
         `owner`: the user to whom it must belong (default: this one). Raises RegistrationError when the file is not there, is empty,
         or this process may not open it.
         """
-        path = Path(path)
+        path, found, expected = Path(path), 0, os.geteuid() if owner is None else owner
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            with opened(path, os.O_RDWR) as descriptor:
+                facts = os.fstat(descriptor)
+                found = facts.st_size
+                if facts.st_uid != expected:
+                    whose = "of this process" if owner is None else "of the daemon"
+                    raise RegistrationError(
+                        f"shared memory {path} belongs to user {facts.st_uid}, not to user {expected} {whose}: this process would "
+                        "write into it"
+                    )
+                if found < 1:
+                    raise RegistrationError(f"shared memory {path} is empty: it is no pool")
+                return cls(path, mmap.mmap(descriptor, found), owner=False)
         except OSError as error:
             raise RegistrationError(
-                f"cannot open shared memory {path}: {error.strerror}; the process that owns it must be running "
-                f"on this host, as the same user or in its runtime_group, and with the same {path.parent} (containers: share it)"
+                f"cannot open shared memory {path} of {found} bytes: {error.strerror}; the process that owns it must be running on "
+                f"this host, as the same user or in its runtime_group, and with the same {path.parent} (containers: share it)"
             ) from error
-        try:
-            facts = os.fstat(descriptor)
-            expected = os.geteuid() if owner is None else owner
-            if facts.st_uid != expected:
-                whose = "of this process" if owner is None else "of the daemon"
-                raise RegistrationError(
-                    f"shared memory {path} belongs to user {facts.st_uid}, not to user {expected} {whose}: this process would "
-                    "write into it"
-                )
-            found = facts.st_size
-            if found < 1:
-                raise RegistrationError(f"shared memory {path} is empty: it is no pool")
-            return cls(path, mmap.mmap(descriptor, found), owner=False)
-        except OSError as error:
-            raise RegistrationError(f"cannot map shared memory {path} of {found} bytes: {error.strerror}") from error
-        finally:
-            os.close(descriptor)
 
     @property
     def address(self) -> int:
         """Virtual address of the first byte in this process, valid until `close`. Raises ConflictError afterwards."""
-        self._require_open()
+        if self._mapped.closed:
+            raise ConflictError(f"shared memory {self.path} is closed")
         return self._address
 
     @property
     def extent(self) -> Extent:
         """All of it."""
-        return Extent(
-            address=self.address,
-            length_bytes=self.length_bytes,
-            origin=FileOrigin(path=str(self.path)),
-            label=self.path.name,
-        )
+        origin = FileOrigin(path=str(self.path))
+        return Extent(address=self.address, length_bytes=self.length_bytes, origin=origin, label=self.path.name)
 
     @property
     def buffer(self) -> memoryview:
         """A new writable view of all bytes. The mapping cannot be closed before it and its slices are gone."""
-        self._require_open()
         return memoryview(self._mapped)
 
     @property
@@ -211,27 +202,23 @@ class SharedMapping(Closing):
             self._mapped.close()
         except BufferError:
             raise ConflictError(
-                f"shared memory {self.path} cannot be unmapped while views of it are in use; "
-                f"release them and close it again"
+                f"shared memory {self.path} cannot be unmapped while views of it are in use; release them and close it again"
             ) from None
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "owner" if self.owner else "open"
         return f"<shared mapping {self.path}: {self.length_bytes} bytes, {state}>"
 
-    def _require_open(self) -> None:
-        if self._mapped.closed:
-            raise ConflictError(f"shared memory {self.path} is closed")
-
-    def _populate(self, descriptor: int, on_progress: Progress, chunk_bytes: int, threads: int) -> None:
+    def _populate(self, descriptor: int, on_progress: Progress) -> None:
         """Bring every page into memory, in parallel. Without this, the first write after memory ran out is a SIGBUS."""
         _libc.madvise(self._address, self.length_bytes, _MADV_HUGEPAGE)  # kernels may ignore it
-        chunks = [
-            (start, min(chunk_bytes, self.length_bytes - start)) for start in range(0, self.length_bytes, chunk_bytes)
-        ]
         done = 0
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="populate") as pool:
-            futures = {pool.submit(self._populate_chunk, descriptor, start, length): length for start, length in chunks}
+        with ThreadPoolExecutor(max_workers=POPULATE_THREADS, thread_name_prefix="populate") as pool:
+            futures = {
+                pool.submit(self._populate_chunk, descriptor, start, length): length
+                for start in range(0, self.length_bytes, CHUNK_BYTES)
+                for length in (min(CHUNK_BYTES, self.length_bytes - start),)
+            }
             try:
                 for future in as_completed(futures):
                     future.result()
@@ -261,15 +248,10 @@ class SharedMapping(Closing):
 
 
 def close_all(mappings: Iterable[SharedMapping]) -> None:
-    """Close every mapping that is not in use. Raises the ConflictError of the first one in use, after all others are closed."""
-    busy: list[ConflictError] = []
-    for mapping in mappings:
-        try:
-            mapping.close()
-        except ConflictError as error:
-            busy.append(error)
-    if busy:
-        raise busy[0]
+    """Close every mapping that is not in use. Raises the ConflictError of one in use, after all others are closed."""
+    with contextlib.ExitStack() as stack:
+        for mapping in mappings:
+            stack.callback(mapping.close)
 
 
 def require_memory(path: Path | str, length_bytes: int) -> None:
@@ -287,53 +269,22 @@ def require_memory(path: Path | str, length_bytes: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def _nameless_file(path: Path, length_bytes: int) -> Iterator[int]:
-    """Yield a locked file of that length in the directory of `path`, without a name. A mapping made of it keeps the lock."""
-    if path.exists():
-        raise _exists(path)
-    try:
-        descriptor = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, length_bytes)
-            yield descriptor
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise RegistrationError(
-            f"cannot create shared memory {path} of {length_bytes} bytes: {error.strerror}; "
-            f"{path.parent} must be a writable tmpfs such as /dev/shm, and limits on file size and address space "
-            f"must allow it"
-        ) from error
-
-
 def _await_no_writers(path: Path, deadline_s: float) -> None:
     """Wait until nobody has a file open for writing: then only the kernel grants a lease on it (fcntl(2))."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with opened(path, os.O_RDONLY) as descriptor:
         while True:
             try:
                 fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
             except BlockingIOError as error:
                 if time.monotonic() >= deadline_s:
-                    raise OSError(
-                        errno.EBUSY,
-                        "a process of its former owner still has it open for writing; end that (engines: attach again)",
-                    ) from error
+                    why = (
+                        "a process of its former owner still has it open for writing; end that (engines: attach again)"
+                    )
+                    raise OSError(errno.EBUSY, why) from error
                 time.sleep(_LOOK_EVERY_S)
             else:
                 fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
                 return
-    finally:
-        os.close(descriptor)
-
-
-def _exists(path: Path) -> RegistrationError:
-    return RegistrationError(
-        f"shared memory {path} exists: another process uses the same name, or one has died and was not swept up; "
-        f"end it, remove the file, or configure another name"
-    )
 
 
 # ------------------------------------------------------------------------------------------- limits of memory

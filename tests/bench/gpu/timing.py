@@ -168,8 +168,7 @@ def tensor_at(address: int, count: int, dtype: torch.dtype, device: int) -> torc
 def host_memory(length_bytes: int, device: int = 0) -> Iterator[SharedMapping]:
     """Shared memory as the host pool's, registered with CUDA, without a name that could outlive us."""
     name = f"kvbridge-bench-{os.getpid()}-{secrets.token_hex(4)}"
-    threads = min(16, os.cpu_count() or 1)
-    with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, length_bytes, threads=threads) as mapping:
+    with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, length_bytes) as mapping:
         mapping.path.unlink()
         runtime.register_host(mapping.address, length_bytes, device=device)
         try:

@@ -53,8 +53,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 @contextmanager
 def host_target() -> Iterator[tuple[Told, SharedMapping]]:
     name = f"kvbridge-bench-{os.getpid()}-{secrets.token_hex(4)}"
-    threads = min(16, os.cpu_count() or 1)
-    with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, LENGTH_BYTES, threads=threads) as mapping:
+    with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, LENGTH_BYTES) as mapping:
         origin = FileOrigin(path=str(mapping.path))
         transport = create_transport("local", TransportSettings())
         try:

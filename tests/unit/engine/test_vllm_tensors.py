@@ -62,7 +62,7 @@ class Instance:
         part = RankPart.of(geometry, rank, pp_size=self.pp, tp_size=self.tp, boundaries=boundaries)
         regions = MemoryPool.adopted(
             geometry, part, rank_regions(geometry.components[0], self.tensors[rank], rank, tp_size=self.tp)
-        ).regions()
+        ).regions
         manifest = RankManifest(
             fingerprint=fingerprint(geometry), rank=rank, pp_size=self.pp, tp_size=self.tp, regions=regions
         )

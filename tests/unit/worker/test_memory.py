@@ -14,7 +14,7 @@ from kvbridge.core.geometry.tiers import copied_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.messages import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
-from kvbridge.pool.memory.gpu_memory import registered_ranges
+from kvbridge.pool.memory import gpu_memory
 from kvbridge.pool.memory.layout import Progress, RankPart, copy_placement, device_placement, host_placement
 from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.worker.lifecycle import bring_memory, serve_rank
@@ -108,7 +108,7 @@ def test_twins_are_page_locked_and_in_no_manifest(cuda, host, stack, tmp_path):
             for address in addresses
         )
         assert sum(cuda.registered.values()) == host.placement.total_bytes + placed.total_bytes
-        first, other = twins.regions()[0].extent_addresses[0], memory.twins[0].extent_addresses[0]
+        first, other = twins.regions[0].extent_addresses[0], memory.twins[0].extent_addresses[0]
         ctypes.memset(other, 0x55, 4)
         assert ctypes.string_at(first, 4) == b"\x55" * 4
         stack.close()
@@ -140,4 +140,4 @@ def test_a_worker_that_is_stopped_while_its_memory_is_registered_ends_with_the_n
     stopped = lambda: not isinstance(link.answers[0], WorkerSetup)  # noqa: E731 - once it has its setup
     serve_rank(link, RANK, setup_timeout_s=5.0, adopted=on_gpu(cuda), stopped=stopped)
     assert [type(message) for message in link.said] == [WorkerHello, WorkerClosed]
-    assert registered_ranges() == {}
+    assert gpu_memory._ranges.holders() == {}

@@ -14,7 +14,6 @@ from kvbridge.pool.memory.gpu_memory import (
     StreamPoints,
     device_by_uuid,
     device_uuid,
-    registered_ranges,
 )
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.shared_mapping import SharedMapping
@@ -27,7 +26,7 @@ PAGE = 4096
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch):
     yield FakeCuda(monkeypatch)
-    assert registered_ranges() == {}
+    assert gpu_memory._ranges.holders() == {}
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def test_what_overlaps_registered_memory_is_refused_and_a_part_of_it_costs_nothi
         owner = HostRegistration([whole])
         with HostRegistration([part(whole, PAGE, PAGE)]):
             owner.close()
-            assert registered_ranges() == {(whole.address, 4 * PAGE): 1}
+            assert gpu_memory._ranges.holders() == {(whole.address, 4 * PAGE): 1}
 
 
 def test_no_piece_ends_inside_of_an_extent(cuda, tmp_path, monkeypatch):

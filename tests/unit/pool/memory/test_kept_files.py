@@ -18,13 +18,13 @@ ONE, TWO = "1" * 16, "2" * 16
 
 @pytest.fixture
 def files(shm):
-    with KeptFiles.lock_files(shm, PREFIX, keep_s=60.0, wait_s=0.0) as found:
+    with KeptFiles(shm, PREFIX, keep_s=60.0, wait_s=0.0) as found:
         yield found
 
 
 def left(shm, content: bytes = b"kept", *, keep_s: float = 60.0) -> KeptFiles:
     """Make the files of a process: a pool and a journal."""
-    files = KeptFiles.lock_files(shm, PREFIX, keep_s=keep_s, wait_s=0.0)
+    files = KeptFiles(shm, PREFIX, keep_s=keep_s, wait_s=0.0)
     path = files.new_path(ONE)
     with SharedMapping.create(path.parent, f"{path.name}.twins.0", 8192) as mapping:
         mapping.buffer[: len(content)] = content
@@ -39,9 +39,9 @@ def verdicts(shm) -> dict[str, Verdict]:
 
 def test_two_processes_never_have_them(shm, files):
     with pytest.raises(RegistrationError, match=r"another daemon of the same instance .*pools\.keep_s"):
-        KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.05)
+        KeptFiles(shm, PREFIX, keep_s=1.0, wait_s=0.05)
     files.close()
-    KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.0).close()
+    KeptFiles(shm, PREFIX, keep_s=1.0, wait_s=0.0).close()
     assert not list(shm.iterdir())
 
 
@@ -79,7 +79,7 @@ def test_a_name_that_is_taken_is_told_with_its_owner_or_its_kind(shm, another_us
         another_user()
     why = rf"belongs to user {os.getuid()}, .* have it removed" if foreign else "is no regular file"
     with pytest.raises(ForeignFilesError, match=f"{path} {why}"):
-        KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.0)
+        KeptFiles(shm, PREFIX, keep_s=1.0, wait_s=0.0)
     discard_files(shm, PREFIX)
     assert list(shm.iterdir()) == [path]
     give(path)
@@ -109,7 +109,7 @@ def test_they_are_kept_for_their_time_and_swept_up_afterwards(shm):
     found = sweep([shm])
     assert {each.verdict for each in found} == {Verdict.KEPT}
     assert all(f"{each.kind}" == "kept" and "pools.keep_s" in each.why for each in found)
-    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close(keep=True)  # with another configuration
+    KeptFiles(shm, PREFIX, keep_s=0.0, wait_s=0.0).close(keep=True)  # with another configuration
     assert verdicts(shm) == dict.fromkeys(names, Verdict.REMOVED)
     assert not list(shm.iterdir())
 
@@ -118,7 +118,7 @@ def test_what_an_owner_that_was_killed_had_is_kept_from_its_last_word_on(shm):
     files = left(shm)
     os.close(files._descriptor)  # as the kernel does
     assert set(verdicts(shm).values()) == {Verdict.KEPT}
-    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close()
+    KeptFiles(shm, PREFIX, keep_s=0.0, wait_s=0.0).close()
 
 
 def test_pools_without_their_lock_file_are_nobodys(shm):

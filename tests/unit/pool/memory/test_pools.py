@@ -94,15 +94,15 @@ def test_a_pool_is_zeroed_and_every_region_lies_in_an_allocation_that_can_be_sha
         assert len(cuda.memory) == len(planned.mappings) > 1
         assert all(len(memory) % SHARED_ALIGNMENT_BYTES == 0 for memory in cuda.memory.values())
         assert told[-1] == (planned.total_bytes, planned.total_bytes)
-        for region in pool.regions():
+        for region in pool.regions:
             assert (region.memory, region.device) == (MemoryKind.VRAM, 1)
             for address in region.extent_addresses:
                 assert ctypes.string_at(address, region.page_bytes) == bytes(region.page_bytes)
-        for extent in pool.extents():
+        for extent in pool.extents:
             assert isinstance(extent.origin, CudaOrigin)
             assert extent.origin.device_uuid == cuda.uuids[1]
             assert cuda.handles[extent.origin.handle] + extent.offset_bytes == extent.address
-        manifest = RankManifest(fingerprint=fingerprint(TINY), rank=RANK, pp_size=1, tp_size=1, regions=pool.regions())
+        manifest = RankManifest(fingerprint=fingerprint(TINY), rank=RANK, pp_size=1, tp_size=1, regions=pool.regions)
         check_manifest(manifest, TINY)
         assert "<MemoryPool: " in repr(pool)
 
@@ -123,12 +123,12 @@ def test_another_process_sees_the_same_bytes_and_counts_devices_its_own_way(cuda
 def test_in_the_process_that_made_it_nothing_is_opened(cuda):
     with MemoryPool.on_gpu(placement()) as pool, MappedRegions(pool.shared_regions()) as mapped:
         assert cuda.opened == []
-        assert mapped.regions == pool.regions()
+        assert mapped.regions == pool.regions
 
 
 def test_an_allocation_is_opened_once_and_closed_by_its_last_holder(cuda):
     with MemoryPool.on_gpu(placement()) as pool:
-        origin = pool.extents()[0].origin
+        origin = pool.extents[0].origin
         with cuda.other_process():
             first_holder = OpenedAllocation(origin)
             with OpenedAllocation(origin) as second:
@@ -172,7 +172,7 @@ def test_what_does_not_fit_leaves_nothing_behind(cuda):
 
 
 def first(pool: MemoryPool) -> tuple[ComponentKind, int]:
-    region = pool.regions()[0]
+    region = pool.regions[0]
     return region.component, region.layer
 
 
@@ -204,7 +204,7 @@ def interleaved(memory) -> list[Region]:
 
 def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
     pool = MemoryPool.adopted(GQA, PART, interleaved(memory), extent_bytes=12 * PAGE)
-    assert [extent.length_bytes // PAGE for extent in pool.extents()] == [12, 6]
+    assert [extent.length_bytes // PAGE for extent in pool.extents] == [12, 6]
     for layer, page in product(range(3), range(PAGES)):
         found = page_address(region_of(pool, KV, layer), page)
         assert found == ctypes.addressof(memory) + (3 * page + layer) * PAGE
@@ -214,9 +214,9 @@ def test_memory_in_a_shared_mapping_carries_its_file(shm):
     part = RankPart.of(TINY, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
     counts = {IndexSpace.FULL: 3, IndexSpace.SWA: 3, IndexSpace.REQUEST: 3}
     with MemoryPool.in_files(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
-        pool = MemoryPool.adopted(TINY, part, owned.regions(), shared=[mapping.extent for mapping in owned.mappings])
-        assert pool.extents() == owned.extents()
-        assert {extent.origin for extent in pool.extents()} == {mapping.extent.origin for mapping in owned.mappings}
+        pool = MemoryPool.adopted(TINY, part, owned.regions, shared=[mapping.extent for mapping in owned.mappings])
+        assert pool.extents == owned.extents
+        assert {extent.origin for extent in pool.extents} == {mapping.extent.origin for mapping in owned.mappings}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_memory_is_not_unmapped_under_a_view(shm):
     assert mapping.closed
 
 
-def test_a_creation_that_is_stopped_or_whose_name_is_taken_meanwhile_leaves_nothing(shm):
+def test_a_creation_that_is_stopped_or_whose_name_is_taken_meanwhile_leaves_nothing(shm, monkeypatch):
     with pytest.raises(RegistrationError, match="exists"):
         SharedMapping.create(shm, "host", 4096, on_progress=lambda *_: (shm / "host").touch())
     (shm / "host").unlink()
@@ -47,8 +47,9 @@ def test_a_creation_that_is_stopped_or_whose_name_is_taken_meanwhile_leaves_noth
         assert list(shm.iterdir()) == []
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(shared_mapping, "CHUNK_BYTES", 4096)
     with pytest.raises(KeyboardInterrupt):
-        SharedMapping.create(shm, "host", MIB, on_progress=stop, chunk_bytes=4096, threads=2)
+        SharedMapping.create(shm, "host", MIB, on_progress=stop)
     assert list(shm.iterdir()) == []
     assert descriptors() == before
 
@@ -66,7 +67,8 @@ def test_too_little_memory_is_said_before_with_cause_and_cure(shm, monkeypatch):
 
 def test_memory_that_runs_out_meanwhile_is_an_error_not_a_signal(shm, monkeypatch):
     monkeypatch.setattr(shared_mapping, "_MADV_POPULATE_WRITE", 9999)  # the file system serves older kernels
-    with SharedMapping.create(shm, "host", MIB, chunk_bytes=256 * 1024) as mapping:
+    monkeypatch.setattr(shared_mapping, "CHUNK_BYTES", 256 * 1024)
+    with SharedMapping.create(shm, "host", MIB) as mapping:
         assert mapping.path.stat().st_blocks * 512 == MIB
 
     def full(*_):

@@ -60,7 +60,7 @@ def test_an_event_is_used_again_only_when_the_older_half_has_been_reached(ring):
         ring.event(one).done = True
     assert ring.ring.record(1).handle == points[0].handle
     assert ring.ring.record(1).handle == points[1].handle
-    assert len(ring.ring) == len(ring.events) == FEWEST_EVENTS + 1
+    assert len(ring.ring._entries) == len(ring.events) == FEWEST_EVENTS + 1
 
 
 def test_points_are_reached_when_all_are(ring):
