@@ -54,7 +54,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         links.worker_gone,
         {
             EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
-            **dict.fromkeys((Digested, Verified), rooms.hear),
+            **dict.fromkeys((Digested, Verified), rooms.hear_rank),
             **parts.reports,
         },
     )

@@ -21,9 +21,8 @@ from kvbridge.daemon.links import Links
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.prefill.decode_nodes import DecodeNodes, Ended
-from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.rooms import PrefillRooms
-from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.telemetry.facts import MessagesResent
 
 
@@ -58,11 +57,12 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         limits=config.timeouts,
         # A node that keeps nothing itself states its engines' keys all the same, since decode keeps nothing without them.
         shares_prefixes=config.tier.model is not None,
+        computes=True,
         checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
         part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
         adopted=parts.adopted,
     )
-    pages = PrefillPages(parts.book, settings, parts.events, parts.prefixes, parts.stored)
+    pages = RoomPages(parts.book, settings, parts.events, parts.prefixes, parts.stored)
     rooms = PrefillRooms(pages, parts.workers, parts.engines, nodes)
     links.serve(nodes, rooms)
     parts.workers.serve(
@@ -71,7 +71,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         {
             PeerConnected: nodes.worker_connected,
             PathsChanged: nodes.paths_changed,
-            **dict.fromkeys((Rerouted, Digested, Sent, RoomClosed), rooms.orders.hear),
+            **dict.fromkeys((Rerouted, Digested, Sent, RoomClosed), rooms.hear_rank),
             **parts.reports,
         },
     )
@@ -139,7 +139,7 @@ class DecodeLinks(Links):
         self._nodes.worker_ready(rank)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        self._rooms.orders.worker_gone(rank, reason)
+        self._rooms.worker_gone(rank, reason)
         self._parts.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ for DecodeNodes

@@ -1,8 +1,8 @@
 """One attempt at one request on a node, as both roles keep it, and the page keys that its engines state.
 
-Whoever names a page key gets its page, and the keys of a request come from a router. Engines therefore state the keys of the tokens
-that they really have, and a room goes on only with equal ones. Errors name pages, never tokens or keys. A router's keys say nothing
-of the tokens behind the last whole page: there the engines of a room are compared.
+Whoever names a page key gets its page, and a router's keys are a claim. Engines therefore state the keys of the tokens that they
+really have, and a room goes on only with equal ones. Errors name pages, never tokens or keys. Behind the last whole page, where
+there are no keys, the end keys of the room's engines are compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ OVER_HTTP = AdmittingEngine()
 
 
 class StatedAnswer(NamedTuple):
-    """An engine's statement about a room that it releases: so many tokens are whole in its pages, and their keys."""
+    """An engine's statement about a room that it releases: how many tokens its pages hold whole, and their keys."""
 
     valid_tokens: int
     keys: Keys
@@ -94,7 +94,7 @@ class Load:
 
 @dataclass(eq=False)
 class Room(Generic[StateT]):
-    """One attempt at one request on this node. Only its service writes the fields. Times are on the service's clock."""
+    """One attempt at one request on this node. Only `Rooms` writes the fields. Times are on its clock."""
 
     final_states: ClassVar[frozenset[Any]] = frozenset()
     room: int
@@ -107,6 +107,10 @@ class Room(Generic[StateT]):
     prefix_tokens: int = 0
     """Tokens that decode holds already: nobody sends them."""
     admitted_by: AdmittingEngine = OVER_HTTP
+    owner: Owner = field(init=False)
+    """The key under which pages are booked."""
+    about: dict[str, Any] = field(init=False, repr=False)
+    """The fields of every message about the room."""
     tables: Tables = field(default_factory=dict)
     reason_code: str = ""
     reason: str = ""
@@ -117,7 +121,7 @@ class Room(Generic[StateT]):
     deadline_name: str = ""
     """The configuration key of the present wait."""
     note_limit: Callable[[Any, float], None] = field(default=lambda _room, _limit_s: None, repr=False)
-    """Hears of every new limit; set by the book, which keeps limits in their order."""
+    """Called with every new limit; set by the book, which keeps limits in their order."""
     begin_by_s: float | None = None
     """A prefill engine has to begin the room by then; None once that does not matter any more."""
     begin_limit: str = ""
@@ -154,8 +158,14 @@ class Room(Generic[StateT]):
     """The incarnation of the first node at the other end; empty while there is none."""
     peers: tuple[str, ...] = ()
     """The nodes at the other end as INSTANCE/NODE, or their addresses before they have answered; kept with the receipt."""
+    users: set[str] = field(default_factory=set)
+    """Engines that may use the pages: prefill's that may write them, decode's that have claimed and not released the room."""
     departed: set[str] = field(default_factory=set)
-    """Engines that may use the pages: their connection has ended, and their process has not."""
+    """Those users whose connection has ended and whose process has not."""
+
+    def __post_init__(self) -> None:
+        self.owner = Owner(self.room, self.generation)
+        self.about = {"room": self.room, "generation": self.generation}
 
     # ------------------------------------------------------------------ differs by role
 
@@ -173,17 +183,8 @@ class Room(Generic[StateT]):
         """The next thing that has to happen, for people; empty when nothing is waited for."""
         raise NotImplementedError
 
-    @property
-    def users(self) -> set[str]:
-        """Engines that may use the pages."""
-        raise NotImplementedError
-
     def lose(self, engine: str) -> bool:
         """Note that an engine will not come back; return whether the room fails without it."""
-        raise NotImplementedError
-
-    def let_go(self, engine: str) -> None:
-        """Note that an engine does not use the pages any more; harmless for one that did not."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ as others are told of it
@@ -194,19 +195,9 @@ class Room(Generic[StateT]):
         return self.state in self.final_states
 
     @property
-    def owner(self) -> Owner:
-        """The key under which pages are booked."""
-        return Owner(self.room, self.generation)
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """The fields of every message about the room."""
-        return {"room": self.room, "generation": self.generation}
-
-    @property
     def identity(self) -> dict[str, Any]:
         """The fields of every fact about the room."""
-        return {"room": self.room, "generation": self.generation, "peer": self.peer}
+        return {**self.about, "peer": self.peer}
 
     @property
     def tokens(self) -> dict[str, Any]:
@@ -264,8 +255,8 @@ class Room(Generic[StateT]):
     def differing_page(self, said: Begin | Claim, tokens_per_page: int, end_keys: Iterable[bytes]) -> tuple[int, str]:
         """Return the first page in which an engine's tokens differ from the room's, and a text that is empty if none does.
 
-        `end_keys`: as other engines of the room have stated them. A room without keys shares nothing, and the keys of its engines
-        are ignored. Raises InvalidInputError when the room has keys and the engine states none, or another number.
+        `end_keys`: as other engines of the room have stated them. The keys of engines are ignored in a room without keys. Raises
+        InvalidInputError when the room has keys and the engine states none, or another number.
         """
         if not self.keys:
             return 0, ""

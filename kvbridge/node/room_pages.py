@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import structlog
 
 from kvbridge.config.limits import DaemonTimeouts
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.geometry.pages import GROWING_SPACES, check_demand, joined_tables, pages_needed, request_tables
-from kvbridge.core.geometry.tiers import needs_checkpoints
+from kvbridge.core.geometry.pages import (
+    GROWING_SPACES,
+    check_demand,
+    joined_tables,
+    pages_needed,
+    request_tables,
+    window_pages,
+)
+from kvbridge.core.geometry.tiers import most_reusable_tokens, needs_checkpoints, wanted_checkpoints
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.core.wire.engine_messages import Loaded
+from kvbridge.core.wire.engine_messages import Checkpoint, Loaded
+from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
 from kvbridge.node.room import Load, Quarantine, Room
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook, PageState
@@ -28,6 +36,9 @@ from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, EventStrea
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
 from kvbridge.tier.victims import Claim
+
+if TYPE_CHECKING:
+    from kvbridge.node.prefill.room import PrefillRoom
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +53,8 @@ class RoomSettings:
     """Rooms keep the page keys of their admission. Engines have to state the same, and a cache keeps pages under them."""
     keeps_answers: bool = True
     """Decode: the cache keeps pages of generated answers, too (`tier.generated`)."""
+    computes: bool = False
+    """Prefill: an engine continues after a prefix, from the checkpoint there, and computes at least one token."""
     checkpoint_interval_tokens: int = 0
     """Prefill: engines write a checkpoint every so many tokens of a prompt, too (0: they do not)."""
     part_of_instance: bool = False
@@ -65,8 +78,6 @@ class RoomPages:
     """None: nothing is shared here, and rooms have no keys."""
     store: StoredPrefixes | None = None
     """None: the node has no store below host memory."""
-    computes: ClassVar[bool] = False
-    """Whether an engine here continues after a prefix (prefill): it computes at least one token, from the checkpoint there."""
 
     @property
     def hands_over(self) -> bool:
@@ -81,7 +92,7 @@ class RoomPages:
         self.book.require_possible(needed)
         owned = self.book.owned_spaces
         needed = {space: count for space, count in needed.items() if space in owned}
-        if not self.computes and IndexSpace.REQUEST in owned:
+        if not self.settings.computes and IndexSpace.REQUEST in owned:
             needed.setdefault(IndexSpace.REQUEST, 1)  # a slot of the hot buffer, where the model's own state needs none
         return needed
 
@@ -100,7 +111,7 @@ class RoomPages:
             names,
             lambda shared: {space: count - shared.get(space, 0) for space, count in demand.items()},
             at_most=len(self.shareable(names, prompt_tokens)),
-            from_checkpoint=self.computes and needs_checkpoints(geometry),
+            from_checkpoint=self.settings.computes and needs_checkpoints(geometry),
         )
         if room.retention is not None:
             self.prefixes.retain(room.owner, Claim(room.namespace, room.retention))
@@ -123,7 +134,7 @@ class RoomPages:
 
     def shareable(self, keys: Keys, prompt_tokens: int) -> Keys:
         """Return the keys whose pages a room can share. On prefill at least one token is left to compute."""
-        return keys[: (prompt_tokens - self.computes) // self.settings.geometry.tokens_per_page]
+        return keys[: (prompt_tokens - self.settings.computes) // self.settings.geometry.tokens_per_page]
 
     def loaded(self, room: Room[Any], ranks: Iterable[Rank], said: Loaded, *, of: Collection[Rank]) -> bool:
         """Note that an engine has loaded a room's host pages on these ranks; return whether all ranks `of` the room have now."""
@@ -162,7 +173,7 @@ class RoomPages:
     def set_prefix(self, room: Room[Any], got: Admitted) -> None:
         """Note the cached pages of a room whose tables are complete."""
         page = self.settings.geometry.tokens_per_page
-        if self.computes:
+        if self.settings.computes:
             room.computed_tokens = got.prefix_pages * page
             room.checkpoint = got.checkpoint_own if len(got.checkpoint_own) else got.checkpoint
         else:
@@ -295,3 +306,96 @@ class RoomPages:
             cause, engines = Quarantine.ENGINE_ALIVE, departed
             left = f"have left, and their processes have not ended (limit: {limit}); end them"
         self.quarantine(room, cause, f"engines {', '.join(sorted(engines))} {left}")
+
+    # ------------------------------------------------------------------ prefill: where engines start, and what they leave
+
+    def reserve_checkpoints(self, room: PrefillRoom) -> None:
+        """Give a room pages for the checkpoints that its engine is to write, before its pages are leased."""
+        if self.prefixes is None or not room.keys:
+            return
+        geometry, page = self.settings.geometry, self.settings.geometry.tokens_per_page
+        reusable = most_reusable_tokens(geometry, room.prompt_tokens)
+        room.checkpoint_causes = wanted_checkpoints(
+            geometry,
+            room.prompt_tokens,
+            computed_tokens=room.computed_tokens,
+            known_tokens=min(reusable, self.prefixes.known(room.keys.in_namespace(room.namespace)) * page),
+            interval_tokens=self.settings.checkpoint_interval_tokens,
+        )
+        for tokens in reversed(tuple(room.checkpoint_causes)[-MAX_CHECKPOINTS:]):
+            if tokens == room.prompt_tokens:  # the engine leaves the room's own windows exactly there
+                room.checkpoints[tokens] = room.tables[IndexSpace.SWA]
+                continue
+            live = window_pages(geometry, tokens)
+            try:
+                ids = self.book.grow(room.owner, {IndexSpace.SWA: len(live)})[IndexSpace.SWA]
+            except (CapacityError, InvalidInputError):  # not now, or never in a pool of this size
+                return
+            room.checkpoints[tokens] = PageTable(IndexSpace.SWA, ids, live.start)
+
+    def restorable(self, room: PrefillRoom) -> tuple[int, ...]:
+        """Return the tokens at which the engine of a room can start: 0, and where all that it needs is cached."""
+        geometry, ends = self.settings.geometry, range(1, 1)
+        page = geometry.tokens_per_page
+        if self.prefixes is not None and room.computed_tokens:
+            if needs_checkpoints(geometry):
+                return (0, *(whole * page for whole in self.prefixes.checkpoints(room.owner)))
+            ends = range(1, room.computed_tokens // page + 1)
+        return (0, *(whole * page for whole in ends))
+
+    def start_at_most(self, room: PrefillRoom, tokens: int) -> None:
+        """Let the engine of a room start at no more than so many tokens.
+
+        Raises ConflictError when the room was begun with more or its prefix is being sent, CapacityError when there are no pages
+        for the further tokens that the engine computes.
+        """
+        if room.computed_tokens <= tokens or self.prefixes is None:
+            return
+        if room.begun or room.open_ranks:
+            raise ConflictError(
+                f"room {room.room} starts at {room.computed_tokens} tokens, not at {tokens} or less: "
+                + ("it was begun so on another rank" if room.begun else "these are being sent already")
+            )
+        geometry = self.settings.geometry
+        left = max(end for end in self.restorable(room) if end <= tokens) // geometry.tokens_per_page
+        got = self.prefixes.shorten(room.owner, left, from_checkpoint=needs_checkpoints(geometry))
+        for space, ids in got.own.items():  # pages of its own, in the place of those that it read
+            both, shared = room.tables[space].ids, room.shared_pages[space]
+            room.tables[space] = PageTable(space, np.concatenate((both[: min(left, shared)], ids, both[shared:])))
+        self.set_prefix(room, got)
+        room.start_work({rank: work.progress.layers for rank, work in room.ranks.items()})
+
+    def told(self, room: PrefillRoom) -> dict[str, Any]:
+        """Return the fields of the answer to `begin`: where the engine starts, and which checkpoints it writes."""
+        restore = None
+        if room.checkpoint is not None and len(room.checkpoint):
+            first_page = window_pages(self.settings.geometry, room.computed_tokens).start
+            restore = _on_wire(room.computed_tokens, PageTable(IndexSpace.SWA, room.checkpoint, first_page))
+        checkpoints = tuple(_on_wire(tokens, room.checkpoints[tokens]) for tokens in room.asked_checkpoints)
+        load = to_wire(room.load.host_copies if room.load else {})
+        return {"restore": restore, "checkpoints": checkpoints, "load": load}
+
+    def keep_written(self, room: PrefillRoom) -> None:
+        """Cache the whole pages and the checkpoints of a room that is over, if every engine has written all of them.
+
+        Nothing of the room is in flight, and no engine uses its pages any more. A disputed prompt is not cached.
+        """
+        if self.prefixes is None or not room.keys or not all(work.written for work in room.ranks.values()):
+            return
+        if room.disputed_page is not None:
+            return
+        if self.book.state(room.owner) is PageState.LEASED:
+            self.hold(room)
+        if self.book.state(room.owner) is not PageState.HELD:
+            return
+        self.restored(room)  # later pages stay only if the loaded ones do
+        self.keep(room, room.keys)
+        written = frozenset.intersection(*(work.checkpoints for work in room.ranks.values())) | {room.prompt_tokens}
+        for tokens in sorted(written & room.checkpoints.keys()):
+            whole = tokens // self.settings.geometry.tokens_per_page
+            if whole <= self.prefixes.reads(room.owner):  # else the pages before it have been dropped meanwhile
+                self.prefixes.keep_checkpoint(room.owner, whole, room.checkpoints[tokens].ids)
+
+
+def _on_wire(tokens: int, table: PageTable) -> Checkpoint:
+    return Checkpoint(tokens=tokens, table=to_wire({table.space: table})[0])

@@ -201,7 +201,7 @@ class Rooms(ABC, Generic[RoomT]):
 
     def let_go(self, room: RoomT, engine: str) -> None:
         """Note that an engine does not use the pages of a room any more. Harmless for one that did not."""
-        room.let_go(engine)
+        room.users.discard(engine)
         self.advance(room)
 
     def advance(self, room: RoomT, event: StrEnum | None = None, code: str = "", reason: str = "") -> None:
@@ -310,7 +310,7 @@ class Rooms(ABC, Generic[RoomT]):
         if not self.book.attempts(message.room):
             return
         room = self.book.used_by(engine.name, message.room)
-        room.let_go(engine.name)
+        room.users.discard(engine.name)
         if message.load_failed:
             self.pages.load_ended(room, code=TransportError.code, reason=message.reason)
         reason = f"by the {self.role} engine: {message.reason}"

@@ -18,7 +18,6 @@ from kvbridge.core.wire.engine_messages import AskRestorable, Pages
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.room import PrefillRoom
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomPages, RoomSettings
@@ -75,8 +74,7 @@ class NodeBench:
         return self.service.admit(AdmissionRequest(room=room, **fields))
 
     def hear(self, message: messages.PeerMessage, peer: str = "") -> None:
-        of_role = self.service if isinstance(self.service, PrefillRooms) else self.service.writers
-        of_role.hear(peer or self.peer, message)
+        self.service.hear(peer or self.peer, message)
 
     def tick(self) -> None:
         self.service.tick()
@@ -140,10 +138,11 @@ class PrefillBench(NodeBench):
         settings = self._settings(
             geometry=self.geometry,
             limits=rooms.PREFILL_LIMITS,
+            computes=True,
             checkpoint_interval_tokens=self.interval,
             part_of_instance=self.part_of_instance,
         )
-        pages = PrefillPages(self.book, settings, self.events, self.prefixes)
+        pages = RoomPages(self.book, settings, self.events, self.prefixes)
         self.service = PrefillRooms(pages, self.workers, self.engines, self.peers, clock=self.clock)
         self.verbs = rooms.EngineVerbs(self.service, self.ranks)
 
@@ -168,11 +167,11 @@ class PrefillBench(NodeBench):
         order = order or self.orders(rank)[-1]
         about = {"room": order.room, "generation": order.generation, "order": order.order}
         fields = {"amounts": rooms.full_amounts(rooms.TOKENS), "seconds": {"move": 1.0}} | fields
-        self.service.orders.hear(worker_messages.Sent(rank=rank, **about, **fields))
+        self.service.hear_rank(worker_messages.Sent(rank=rank, **about, **fields))
 
     def closed(self, room: int = 1, generation: int = 1, *, quiet: bool = True, **fields) -> None:
         for rank in self.ranks:
-            self.service.orders.hear(
+            self.service.hear_rank(
                 worker_messages.RoomClosed(room=room, generation=generation, rank=rank, quiet=quiet, **fields)
             )
 

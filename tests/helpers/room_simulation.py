@@ -157,9 +157,11 @@ class World(SimulatedCalls):
         if not changed and not error:
             self.verified.add(owner)
         if not error:
-            self.decode.hear(simulated_nodes.digested(order, R0, value))
+            self.decode.hear_rank(simulated_nodes.digested(order, R0, value))
         code = "unsupported" if error else ""
-        self.decode.hear(Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error))
+        self.decode.hear_rank(
+            Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error)
+        )
 
     def prefill_forgets_decode(self) -> None:
         self.prefill.nodes.gone(DECODE, "silent")

@@ -8,7 +8,7 @@ from kvbridge.core.wire.messages import to_wire
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.prefill.room import PrefillRoom
+from kvbridge.node.prefill.room import STOPPING, PrefillRoom
 from kvbridge.pool.accounts.book import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.rooms import ADDRESS, PAGE, R0, R1
@@ -110,7 +110,7 @@ class SimulatedCalls:
 
     @staticmethod
     def over(room: PrefillRoom | None) -> bool:
-        return room is None or room.over or room.stopping
+        return room is None or room.over or room.state in STOPPING
 
     def prefill_engine_dies(self, engine: str) -> None:
         self.prefill.service.engine_gone(engine, "killed")

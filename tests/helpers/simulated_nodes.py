@@ -40,9 +40,8 @@ from kvbridge.node.admission import AdmissionController
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import Engines as AttachedEngines
 from kvbridge.node.prefill.decode_nodes import DecodeNodes
-from kvbridge.node.prefill.pages import PrefillPages
 from kvbridge.node.prefill.rooms import PrefillRooms
-from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.workers import WorkerState
 from kvbridge.pool.accounts.book import Owner, PageBook
 from kvbridge.telemetry.facts import EventStream
@@ -279,10 +278,14 @@ class PrefillNode:
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
         self.service = PrefillRooms(
-            PrefillPages(
+            RoomPages(
                 self.book,
                 RoomSettings(
-                    geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=PREFILL_LIMITS
+                    geometry=GEOMETRY,
+                    adopted=world.adopted,
+                    shares_prefixes=world.shares,
+                    computes=True,
+                    limits=PREFILL_LIMITS,
                 ),
                 world.events,
                 self.prefixes,
@@ -343,7 +346,7 @@ class PrefillNode:
             case Digested() | Sent() | Rerouted() | RoomClosed():
                 if isinstance(message, Sent) and not message.error_code:
                     self.succeeded.add(message.order)
-                self.service.orders.hear(message)
+                self.service.hear_rank(message)
 
     def engine_hears(self, event: RoomEvent) -> None:
         if event.kind in {"completed", "aborted", "failed"}:
@@ -352,7 +355,7 @@ class PrefillNode:
     def kill_worker(self, rank: Rank) -> None:
         self.world.lose(self.workers[rank])
         self.workers[rank] = self.new_worker(rank)
-        self.service.orders.worker_gone(rank, "killed")
+        self.service.worker_gone(rank, "killed")
         self.nodes.worker_ready(rank)
 
     def new_worker(self, rank: Rank) -> Worker:

@@ -155,7 +155,7 @@ class PrefillNode(RuleBasedStateMachine):
 
     @rule()
     def worker_dies(self) -> None:
-        self.bench.service.orders.worker_gone(R0, "killed")
+        self.bench.service.worker_gone(R0, "killed")
         self.bench.prefixes.drop()
 
     @rule(seconds=st.sampled_from([1, 70, 700]))

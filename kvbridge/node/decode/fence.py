@@ -32,7 +32,7 @@ from kvbridge.pool.accounts.book import Owner
 from kvbridge.telemetry.facts import EventStream, FenceBegan, WritersShutOut
 
 if TYPE_CHECKING:
-    from kvbridge.node.decode.writers import Writers
+    from kvbridge.node.decode.writers import WrittenRooms
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class Fence:
     ) -> None:
         """`fence_s`: `timeouts.fence_s`."""
         self._workers, self._events, self._fence_s, self._clock = workers, events, fence_s, clock
-        self.writers: Writers
+        self.rooms: WrittenRooms
         """Set before a room asks."""
         self.epoch = 0
         """The epoch of the endpoints that rank workers are to give out."""
@@ -132,7 +132,7 @@ class Fence:
             return
         if self.phase is not FencePhase.WAITING:
             return
-        self._earlier &= self.writers.open_offers()
+        self._earlier &= self.rooms.open_offers()
         if self._earlier and self._clock() < self._until_s:
             return
         if self._earlier:
@@ -170,7 +170,7 @@ class Fence:
             self._workers.send(rank, RenewEndpoints(epoch=self.epoch, transports=tuple(sorted(self._transports))))
 
     def _wait(self) -> None:
-        self.phase, self._earlier = FencePhase.WAITING, self.writers.open_offers() - self._left_by()
+        self.phase, self._earlier = FencePhase.WAITING, self.rooms.open_offers() - self._left_by()
         self._until_s = self._clock() + self._fence_s
         self.tick()
 
@@ -184,7 +184,7 @@ class Fence:
         self._shut |= dict.fromkeys(self._transports or {""}, self.epoch)
         self._transports = ALL
         self._events.emit(WritersShutOut(epoch=self.epoch, rooms=len(served)))
-        self.writers.shut({owner: lost for owner, lost in served.items() if owner not in self._next})
+        self.rooms.shut({owner: lost for owner, lost in served.items() if owner not in self._next})
         if self._next and self.phase is FencePhase.IDLE:
             self._begin()
 

@@ -31,7 +31,7 @@ from kvbridge.core.wire.messages import (
 from kvbridge.telemetry.facts import EventStream, PeerAccepted, PeerLost, PeerRejected
 
 if TYPE_CHECKING:
-    from kvbridge.node.decode.writers import Writers
+    from kvbridge.node.decode.writers import WrittenRooms
 
 FORMER_KEPT = 1_024
 """Addresses whose last incarnation is remembered."""
@@ -114,7 +114,7 @@ class PrefillNodes:
     describe: Callable[[], NodeDescription]
     links: Links
     events: EventStream
-    writers: Writers = field(init=False)
+    rooms: WrittenRooms = field(init=False)
     """Set before a node is asked for."""
     _unmet: deque[_KnownPrefill] = field(init=False, default_factory=deque)
     """Nodes without a link yet."""
@@ -192,7 +192,7 @@ class PrefillNodes:
                     text = f"the prefill node at {address.endpoint} rejected us: {message.message}"
                     self._reject(known, kind(text))
             case Digests() | Done() | PathLost() | Failed() | Drained() if self.speaks(address, peer):
-                self.writers.hear(peer, message)
+                self.rooms.hear(peer, message)
             case Welcome() | Digests() | Done() | PathLost() | Failed() | Drained():
                 text = f"{message.type} from {address.endpoint} in the name of {peer}"
                 self.events.frame_refused("unmet", text)
@@ -223,7 +223,7 @@ class PrefillNodes:
         known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks)
         self._by_peer.setdefault(message.incarnation, known)
         self.events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
-        self.writers.nodes_changed()
+        self.rooms.nodes_changed()
 
     def _believe(self, known: _KnownPrefill, message: Welcome) -> None:
         """Raise when a node does not fit, or cannot be the one that it says. One node may well have two addresses, with one key."""
@@ -267,7 +267,7 @@ class PrefillNodes:
             if len(self._same) >= FORMER_KEPT:
                 del self._same[next(iter(self._same))]
             self._same[address] = meant
-        self.writers.nodes_changed()
+        self.rooms.nodes_changed()
 
     def restarted(self, address: PeerAddress) -> None:
         """Say hello again: another incarnation answers at a known address, or the same one has forgotten this node."""
@@ -291,13 +291,13 @@ class PrefillNodes:
             self._former.move_to_end(known.address)
             if len(self._former) > FORMER_KEPT:
                 self._former.popitem(last=False)
-            self.writers.peer_gone(node.peer, reason)
+            self.rooms.peer_gone(node.peer, reason)
 
     def _fail(self, known: _KnownPrefill, error: BridgeError, reason: str) -> None:
         """Let every room that waits see the error, then forget the node: the next room says hello again."""
         self._disconnect(known, reason)
         known.error = error
-        self.writers.nodes_changed()
+        self.rooms.nodes_changed()
         if self._known.get(known.address) is known:
             del self._known[known.address]
             self.links.disconnect(known.address)

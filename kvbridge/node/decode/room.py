@@ -85,10 +85,9 @@ class DecodeRoom(Room[DecodeState]):
     expected: dict[str, frozenset[Rank]] = field(default_factory=dict)
     """The engines attached at the first claim, and the ranks that each serves: every rank is to read the room."""
     claimed_by: set[str] = field(default_factory=set)
+    """Engines that have claimed the room; those of `users` have not released it."""
     claimed_ranks: set[Rank] = field(default_factory=set)
     """The ranks of the engines that have claimed the room."""
-    released_by: set[str] = field(default_factory=set)
-    """Engines that had claimed the room and do not read it any more."""
     answers: dict[str, StatedAnswer | None] = field(default_factory=dict)
     """Accepted statements of engines about the generated answer, at their release; None: no statement."""
     answered_by: set[Rank] = field(default_factory=set)
@@ -151,11 +150,6 @@ class DecodeRoom(Room[DecodeState]):
         return f"prefill ranks {ranks} to send everything"
 
     @property
-    def users(self) -> set[str]:
-        """Engines that have claimed the room and not released it."""
-        return self.claimed_by - self.released_by
-
-    @property
     def awaited(self) -> set[str]:
         """Engines that are expected to claim the room: they serve a rank without a claim."""
         return {engine for engine, ranks in self.expected.items() if not ranks <= self.claimed_ranks}
@@ -164,10 +158,6 @@ class DecodeRoom(Room[DecodeState]):
         """Stop expecting an engine; return whether the room fails without it."""
         self.expected.pop(engine, None)
         return engine in self.users or (engine == self.admitted_by.name and self.state in BEFORE_COMMIT)
-
-    def let_go(self, engine: str) -> None:
-        if engine in self.users:
-            self.released_by.add(engine)
 
     @property
     def answer(self) -> StatedAnswer | None:

@@ -21,11 +21,11 @@ from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.room import ARRIVED, BEFORE_COMMIT, DecodeRoom, speaker_of
 from kvbridge.node.decode.verification import Verification
-from kvbridge.node.decode.writers import Writers
+from kvbridge.node.decode.writers import WrittenRooms
 from kvbridge.node.engines import AttachedEngine, Engines
 from kvbridge.node.room import Quarantine
 from kvbridge.node.room_pages import RoomPages
-from kvbridge.node.rooms import WORKER_GONE, Rooms
+from kvbridge.node.rooms import WORKER_GONE
 from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.facts import PagesDiffer, SparseDecoded
 from kvbridge.telemetry.metrics import PHASES
@@ -53,7 +53,7 @@ _LIMITS = {
 """The key of `timeouts` that limits the time of a room in a state."""
 
 
-class DecodeRooms(Rooms[DecodeRoom]):
+class DecodeRooms(WrittenRooms):
     """All rooms of a decode node."""
 
     role, room_type, table, hearing = Role.DECODE, DecodeRoom, DECODE_TABLE, DECODE_HEARS
@@ -69,12 +69,12 @@ class DecodeRooms(Rooms[DecodeRoom]):
         engines: Engines,
         nodes: PrefillNodes,
         fence: Fence,
-        *,
         clock: Clock = monotonic,
     ) -> None:
         super().__init__(pages, workers, engines, clock)
         self.nodes, self.fence = nodes, fence
-        self.writers = Writers(self, nodes, fence)
+        nodes.rooms = fence.rooms = self
+        self._manifests, self._shares, self.withdrawn = (), {}, {}
         self.calls = {
             Provide: self.provide,
             Claim: self.claim,
@@ -105,7 +105,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         else:
             room.wait_until(room.created_s + self.limits.pages_s, "timeouts.pages_s")
             self.engines.push(self.event(room))
-        self.writers.find(room)
+        self.find_writers(room)
 
     # ------------------------------------------------------------------ the table
 
@@ -157,7 +157,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
                 abort = Abort(**room.about, code=room.reason_code, message=room.reason)
                 self._send([writer.node.peer for writer in room.active], abort)
             case DecodeAction.WITHDRAW:
-                self.writers.withdraw(room)
+                self.withdraw(room)
             case DecodeAction.VERIFY:
                 assert room.verification is not None, "ARRIVED is raised for rooms with digests only"
                 for rank, order in room.verification.orders():
@@ -251,7 +251,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
 
     # ------------------------------------------------------------------ rank workers of this node
 
-    def hear(self, message: Digested | Verified) -> None:
+    def hear_rank(self, message: Digested | Verified) -> None:
         """Take a rank worker's message about a room that is verifying, or refuse it."""
         room, meaning = self.look_up("", message)
         if room is None or meaning is None or room.verification is None:
@@ -320,7 +320,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
         self.pages.adopt(room, tables, cached_tokens=prefix_tokens, written_by_peers=True)
         room.prefix_tokens = prefix_tokens
         self.advance(room, DecodeEvent.PAGES)
-        self.writers.find(room)
+        self.find_writers(room)
 
     def claim(self, engine: AttachedEngine, message: Claim) -> Pages:
         """Give an engine a committed room. Raises RoomFailedError with the first cause when the room will never be committed.
@@ -345,6 +345,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
             waited_s = room.phases_s["commit_to_claim"] = room.claimed_s - room.committed_s
             self.phases_ended(room, {"commit_to_claim": waited_s, "admit_to_claim": room.claimed_s - room.created_s})
         room.claimed_by.add(engine.name)
+        room.users.add(engine.name)
         room.claimed_ranks.update(engine.ranks)
         self.advance(room, DecodeEvent.CLAIM)
         if not room.awaited:

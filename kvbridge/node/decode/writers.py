@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from kvbridge.config.transports import TransportName
 from kvbridge.core.addresses import PeerAddress
@@ -33,12 +32,10 @@ from kvbridge.node.decode.fence import ALL, Fence
 from kvbridge.node.decode.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.decode.room import ASKED, DecodeRoom, FromPrefill, WriterNode
 from kvbridge.node.room import end_differs
+from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import Owner
 from kvbridge.pool.memory.layout import stage_layers
 from kvbridge.telemetry.facts import PromptNotKept, RankReceived, RoomRerouted
-
-if TYPE_CHECKING:
-    from kvbridge.node.decode.rooms import DecodeRooms
 
 MOST_SETS = 64
 """Sets of nodes whose shares are remembered at once."""
@@ -47,33 +44,32 @@ MOST_WITHDRAWN = 4_096
 _REMEDY = "name the nodes of one instance in `prefill`, all of them"
 
 
-class Writers:
-    """The writers of all rooms. Called from the event loop's thread only."""
+class WrittenRooms(Rooms[DecodeRoom]):
+    """The part of a decode node's rooms that finds their writers, hears them, and shuts them out."""
 
-    def __init__(self, rooms: DecodeRooms, nodes: PrefillNodes, fence: Fence) -> None:
-        self._rooms, self._nodes, self._fence = rooms, nodes, fence
-        nodes.writers = fence.writers = self
-        self._manifests: tuple[RankManifest, ...] = ()
-        self._shares: dict[tuple[KnownNode, ...], dict[Rank, Share]] = {}
-        """The shares of the ranks of known sets of nodes, for memory with these manifests."""
-        self.withdrawn: dict[tuple[int, int, PeerAddress], tuple[Intend, Abort]] = {}
-        """Messages to nodes that are not known yet, about rooms that have ended."""
+    nodes: PrefillNodes
+    fence: Fence
+    _manifests: tuple[RankManifest, ...]
+    _shares: dict[tuple[KnownNode, ...], dict[Rank, Share]]
+    """The shares of the ranks of known sets of nodes, for memory with these manifests."""
+    withdrawn: dict[tuple[int, int, PeerAddress], tuple[Intend, Abort]]
+    """Messages to nodes that are not known yet, about rooms that have ended."""
 
-    def find(self, room: DecodeRoom) -> None:
+    def find_writers(self, room: DecodeRoom) -> None:
         """Go on with the room once every prefill node that it names is known; say hello to the others."""
         if room.state not in {DecodeState.AWAITING_PAGES, DecodeState.RESERVED}:
             return
         try:
-            found = [self._nodes.known_node(address) for address in room.addresses]
+            found = [self.nodes.known_node(address) for address in room.addresses]
             nodes = [node for node in found if node is not None]
             if len(nodes) < len(found):
                 return
             room.writers = self._writers(nodes)
             room.peer, room.peers = nodes[0].peer, tuple(node.name for node in nodes)
         except BridgeError as error:
-            self._rooms.fail(room, error.code, str(error))
+            self.fail(room, error.code, str(error))
         else:
-            self._rooms.advance(room)
+            self.advance(room)
 
     def _writers(self, known: Sequence[KnownNode]) -> dict[str, WriterNode]:
         """Return the writers of a room, by incarnation.
@@ -81,14 +77,14 @@ class Writers:
         Raises InvalidInputError, naming nodes, ranks and sizes, unless the nodes are one prefill instance with each of its ranks
         once; UnsupportedError when its sizes do not suit the model.
         """
-        manifests = self._rooms.workers.manifests()
+        manifests = self.workers.manifests()
         is_same = len(manifests) == len(self._manifests) and all(map(operator.is_, manifests, self._manifests))
         if len(self._shares) >= MOST_SETS or not is_same:
             self._shares, self._manifests = {}, manifests
         nodes = tuple({node.peer: node for node in known}.values())  # one may have been named by two addresses
         shares = self._shares.get(nodes)
         if shares is None:
-            geometry = self._rooms.geometry
+            geometry = self.geometry
             shares = self._shares[nodes] = _shares(nodes, geometry, Demand(geometry, manifests))
         return {
             node.peer: WriterNode(node, {rank: shares[rank] for rank in node.ranks}, set(node.ranks)) for node in nodes
@@ -107,37 +103,37 @@ class Writers:
     def _say_withdrawn(self, keys: Iterable[tuple[int, int, PeerAddress]]) -> None:
         for key in keys:
             try:
-                node = self._nodes.known_node(key[-1])
+                node = self.nodes.known_node(key[-1])
             except BridgeError:  # the room's callers were told why; this node has nothing to do with that one
                 del self.withdrawn[key]
                 continue
             if node is not None:
                 for message in self.withdrawn.pop(key):
-                    self._nodes.send(node.peer, message)
+                    self.nodes.send(node.peer, message)
 
     def nodes_changed(self) -> None:
         """Look at every room that waits for prefill nodes: one of them has welcomed or rejected this node, or has vanished."""
         self._say_withdrawn(list(self.withdrawn))
-        for room in self._rooms.book:
-            self.find(room)
+        for room in self.book:
+            self.find_writers(room)
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """Fail the rooms of a prefill node that vanished. Bytes of it may still arrive, even if its process has ended."""
-        for room in self._rooms.book:
+        for room in self.book:
             writer = room.writers.get(peer)
             if writer is None:
                 continue
             writer.gone = reason
             if room.state in ASKED and writer.missing:
                 why = f"prefill node {writer.node.name} is gone: {reason}"
-                self._rooms.fail(room, PeerError.code, why)
-            self._rooms.advance(room)
+                self.fail(room, PeerError.code, why)
+            self.advance(room)
 
     # ------------------------------------------------------------------ for the fence
 
     def open_offers(self) -> set[Owner]:
         """Return the rooms that are being written."""
-        return {room.owner for room in self._rooms.book if room.state is DecodeState.OFFERED and not room.arrived}
+        return {room.owner for room in self.book if room.state is DecodeState.OFFERED and not room.arrived}
 
     def shut(self, owners: Mapping[Owner, frozenset[str]]) -> None:
         """Note that nothing can arrive any more from writers of these rooms.
@@ -145,18 +141,18 @@ class Writers:
         With `ALL` no writer reaches the room's pages. With some transports, writers that have lost these go on over others.
         """
         for owner, transports in owners.items():
-            room = self._rooms.book.find(owner.room, owner.generation)
+            room = self.book.find(owner.room, owner.generation)
             if room is None:
                 continue
             room.shutting.clear()
             room.shut = room.shut or (room.awaits_writers and transports == ALL)
-            self._rooms.advance(room)
+            self.advance(room)
 
     # ------------------------------------------------------------------ messages of writers
 
     def hear(self, peer: str, message: FromPrefill) -> None:
         """Take a prefill node's message about a room as `DECODE_HEARS` lists it, or refuse it."""
-        room, meaning = self._rooms.look_up(peer, message)
+        room, meaning = self.look_up(peer, message)
         if room is None or meaning is None:
             return
         writer = room.writers[peer]
@@ -168,34 +164,34 @@ class Writers:
                 writer.missing.discard(message.writer)
                 if meaning is Meaning.TAKE:
                     self._done(room, writer, message)
-                self._rooms.advance(room)  # if it crossed an abort, only the proof counts that the writer is quiet
+                self.advance(room)  # if it crossed an abort, only the proof counts that the writer is quiet
             case PathLost():
                 writer.in_transit = True  # should the room fail, every endpoint that the node knows is shut
                 if meaning is Meaning.TAKE:
                     self._path_lost(room, writer, message)
             case Failed():
-                self._rooms.fail(room, message.code, f"{who}: {message.message}")
+                self.fail(room, message.code, f"{who}: {message.message}")
             case Drained():
                 writer.drained, writer.in_transit = True, writer.in_transit or message.in_transit
                 if meaning is Meaning.TAKE:
-                    self._rooms.fail(room, ProtocolError.code, f"{who} stopped without having sent everything")
-                self._rooms.advance(room)
+                    self.fail(room, ProtocolError.code, f"{who} stopped without having sent everything")
+                self.advance(room)
 
     def _expect(self, room: DecodeRoom, who: str, message: Digests) -> None:
         assert room.verification is not None, "see speaker_of"
         try:
             room.verification.expect(message)
         except BridgeError as error:  # the rows that arrive could not be compared later
-            self._rooms.fail(room, ProtocolError.code, f"{who}: {error}")
+            self.fail(room, ProtocolError.code, f"{who}: {error}")
 
     def _path_lost(self, room: DecodeRoom, writer: WriterNode, message: PathLost) -> None:
         """Hold the room back until nothing can arrive by a transport that a writer has lost; the writer goes on over another."""
         if message.transport not in set(TransportName):
             why = f"prefill node {writer.node.name} has lost '{message.transport}', which is no transport"
-            self._rooms.fail(room, ProtocolError.code, why)
+            self.fail(room, ProtocolError.code, why)
             return
-        self._rooms.events.emit(RoomRerouted(**room.identity, rank=message.writer, lost=message.transport))
-        if self._fence.ask_path(room.owner, message.transport, message.epoch):
+        self.events.emit(RoomRerouted(**room.identity, rank=message.writer, lost=message.transport))
+        if self.fence.ask_path(room.owner, message.transport, message.epoch):
             room.shutting.add(message.transport)
 
     def _done(self, room: DecodeRoom, writer: WriterNode, message: Done) -> None:
@@ -209,15 +205,15 @@ class Writers:
                 f"the prefill engines have given {metadata_bytes} bytes of metadata to `finish` on {len(room.metadata)} ranks, a "
                 f"room carries at most {MAX_ROOM_METADATA_BYTES}; give it on fewer ranks, or less of it"
             )
-            self._rooms.fail(room, InvalidInputError.code, why)
+            self.fail(room, InvalidInputError.code, why)
             return
         who = f"rank {message.writer} of prefill node {writer.node.name}"
         if differs := self._other_prompt(room, who, message):
             why = f"{who} has computed another prompt than the one that was admitted here: {differs}"
-            self._rooms.fail(room, KeyMismatchError.code, why)
+            self.fail(room, KeyMismatchError.code, why)
             return
         room.add_phases(message.phases_s)
-        self._rooms.events.emit(
+        self.events.emit(
             RankReceived(
                 **room.about,
                 peer=writer.node.peer,
@@ -227,7 +223,7 @@ class Writers:
                 under_way_ago_s=message.under_way_ago_s,
             )
         )
-        self._rooms.show(room)
+        self.show(room)
         self._account(room, writer, who, message)
 
     def _other_prompt(self, room: DecodeRoom, who: str, done: Done) -> str:
@@ -240,7 +236,7 @@ class Writers:
                     f"{who} has not stated the page keys of what it has computed: the room was admitted there without page_hashes, "
                     "or the node does not say which model it holds (tier.model_name)"
                 )
-                self._rooms.events.emit(PromptNotKept(**room.identity, reason=why))
+                self.events.emit(PromptNotKept(**room.identity, reason=why))
             room.is_same_prompt = False
             return ""
         room.end_keys.add(done.end_key)
@@ -256,12 +252,12 @@ class Writers:
             try:
                 room.verification.require_all(done)
             except ProtocolError as error:
-                self._rooms.fail(room, error.code, str(error))
+                self.fail(room, error.code, str(error))
                 return
         reported = {kind: amount.lane_rows for kind, amount in done.amounts.items()}
         owed = writer.shares[done.writer].rows(prompt_tokens=room.prompt_tokens, prefix_tokens=room.prefix_tokens)
         if wrong := shortfall(owed, reported):
-            self._rooms.fail(room, IntegrityError.code, f"{who} is done, but {wrong}")
+            self.fail(room, IntegrityError.code, f"{who} is done, but {wrong}")
         elif not any(other.missing for other in room.writers.values()):
             room.arrived = True
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.pages import further_tables, joined_tables
 from kvbridge.core.ids import Rank, Tables
@@ -13,32 +11,28 @@ from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire.messages import Digests, Done, PathLost, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, Digested, OpenRoom, Rerouted, RoomClosed, Send, Sent
+from kvbridge.node.prefill.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.room import FromRank, PrefillRoom, RankWork
 from kvbridge.node.room import Quarantine
-from kvbridge.node.rooms import WORKER_GONE
+from kvbridge.node.rooms import WORKER_GONE, Rooms
 from kvbridge.telemetry.facts import OrderBegan, OrderEnded, RoomRerouted
 from kvbridge.tier.keys import NO_KEYS
-
-if TYPE_CHECKING:
-    from kvbridge.node.prefill.rooms import PrefillRooms
 
 NOT_FINISHED = "not_finished"
 """Code of orders that ended because their room or their worker did."""
 
 
-class Orders:
-    """The orders of all rooms. Called from the event loop's thread only."""
+class SendingRooms(Rooms[PrefillRoom]):
+    """The part of a prefill node's rooms that gives orders to its rank workers, and tells decode what was sent."""
 
-    def __init__(self, rooms: PrefillRooms) -> None:
-        self._rooms, self._pages, self._workers = rooms, rooms.pages, rooms.workers
-        self._nodes, self._events, self._clock = rooms.nodes, rooms.events, rooms.clock
-        self._last = 0
+    nodes: DecodeNodes
+    _last_order = 0
 
-    def open(self, room: PrefillRoom) -> None:
+    def open_room(self, room: PrefillRoom) -> None:
         """Tell the workers both ends of the room, once both are known, and order the published tokens that have no order yet."""
         if room.state is not PrefillState.SENDING or not room.tables:
             return
-        if self._rooms.settings.part_of_instance and not room.begun:
+        if self.settings.part_of_instance and not room.begun:
             return  # the engines of all nodes agree first how much of its prefix it keeps
         if not room.open_ranks:
             opening = OpenRoom(
@@ -50,9 +44,9 @@ class Orders:
                 destination=room.destination,
                 digest=room.digest,
             )
-            self._pages.lease(room)
+            self.pages.lease(room)
             for rank, work in room.ranks.items():
-                self._workers.send(rank, opening)
+                self.workers.send(rank, opening)
                 work.open, work.further = True, {}
         for rank, work in room.ranks.items():
             sections = work.progress.next_sections(room.prefix_tokens)
@@ -61,13 +55,15 @@ class Orders:
                 work.after.clear()
             for section in sections:
                 further, work.further = work.further, {}
-                self._last += 1
-                transport = self._nodes.transport(room.peer, rank)
-                work.order_began(self._last, transport, self._clock())
-                work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
-                order = Send(**room.about, order=self._last, section=section, source=to_wire(further), after=after)
-                self._events.emit(OrderBegan(**room.identity, rank=rank, order=self._last, transport=transport))
-                self._workers.send(rank, order)
+                self._last_order += 1
+                transport = self.nodes.transport(room.peer, rank)
+                work.order_began(self._last_order, transport, self.clock())
+                work.phases_s.setdefault("offer_to_order", self.clock() - room.offered_s)
+                order = Send(
+                    **room.about, order=self._last_order, section=section, source=to_wire(further), after=after
+                )
+                self.events.emit(OrderBegan(**room.identity, rank=rank, order=self._last_order, transport=transport))
+                self.workers.send(rank, order)
 
     def take_pages(self, room: PrefillRoom, tables: Tables, *, cached_tokens: int = 0) -> None:
         """Adopted pools: book the room's new pages, and tell its workers of them with their next order.
@@ -76,22 +72,22 @@ class Orders:
         """
         further = further_tables(room.tables, tables)
         if further:
-            self._pages.adopt(room, further, cached_tokens=cached_tokens, written_by_peers=False)
+            self.pages.adopt(room, further, cached_tokens=cached_tokens, written_by_peers=False)
         for work in room.ranks.values():
             work.further = joined_tables(work.further, further)
 
-    def close(self, room: PrefillRoom) -> None:
+    def close_room(self, room: PrefillRoom) -> None:
         """Tell the workers to stop, or that everything was sent."""
         all_sent = room.state is PrefillState.COMPLETED
         for rank in room.open_ranks:
-            self._workers.send(rank, CloseRoom(**room.about, all_sent=all_sent))
+            self.workers.send(rank, CloseRoom(**room.about, all_sent=all_sent))
             room.ranks[rank].open = not all_sent
 
     # ------------------------------------------------------------------ messages of rank workers
 
-    def hear(self, message: FromRank) -> None:
+    def hear_rank(self, message: FromRank) -> None:
         """Take a rank worker's message about a room as `PREFILL_HEARS` lists it, or refuse it."""
-        room, meaning = self._rooms.look_up("", message)
+        room, meaning = self.look_up("", message)
         if room is None or meaning is None:
             return
         work = room.ranks[message.rank]
@@ -99,27 +95,27 @@ class Orders:
             case Digested():
                 try:
                     if work.digests is None:
-                        prompt, prefix, geometry = room.prompt_tokens, room.prefix_tokens, self._rooms.geometry
+                        prompt, prefix, geometry = room.prompt_tokens, room.prefix_tokens, self.geometry
                         work.digests = DigestSums.of_room(geometry, prompt_tokens=prompt, prefix_tokens=prefix)
                     work.digests.merge(message.digests)
                 except BridgeError as error:
-                    self._rooms.fail(room, error.code, f"rank {message.rank}: {error}")
+                    self.fail(room, error.code, f"rank {message.rank}: {error}")
             case Sent():
                 self._sent(room, work, message)
             case Rerouted():
                 self._rerouted(room, work, message, tell=meaning is Meaning.TAKE)
             case RoomClosed() if not message.quiet:
-                self._pages.quarantine(room, Quarantine.NOT_QUIET, f"rank {message.rank}: {message.reason}")
+                self.pages.quarantine(room, Quarantine.NOT_QUIET, f"rank {message.rank}: {message.reason}")
             case RoomClosed():
                 self._closed(room, message.rank)
-                self._rooms.advance(room)
+                self.advance(room)
 
     def _sent(self, room: PrefillRoom, work: RankWork, message: Sent) -> None:
         self._ended(room, message.rank, message.order, message)
         room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:
             code = message.error_code or TransportError.code
-            self._rooms.fail(room, code, f"rank {message.rank}: {message.error}")
+            self.fail(room, code, f"rank {message.rank}: {message.error}")
             return
         work.amounts = add_amounts(work.amounts, message.amounts)
         for phase, seconds in message.seconds.items():
@@ -130,20 +126,20 @@ class Orders:
         """Note that a worker has lost a transport: it sends the unconfirmed rows again over another one."""
         room.in_transit = room.in_transit or message.in_transit
         work.transport = "+".join(sorted({message.over, *filter(None, work.transport.split("+"))}))
-        self._events.emit(RoomRerouted(**room.identity, rank=message.rank, lost=message.lost, over=message.over))
+        self.events.emit(RoomRerouted(**room.identity, rank=message.rank, lost=message.lost, over=message.over))
         if message.in_transit and tell:
             lost = PathLost(**room.about, writer=message.rank, transport=message.lost, epoch=message.epoch)
-            self._nodes.send(room.peer, lost)
+            self.nodes.send(room.peer, lost)
 
     def _ended(self, room: PrefillRoom, rank: Rank, order: int, sent: Sent | None) -> None:
         """Note the end of an order: its worker says so, or its room or its worker has ended (None)."""
-        transport = room.ranks[rank].order_ended(order, self._clock())
+        transport = room.ranks[rank].order_ended(order, self.clock())
         if transport is not None:
             about = {**room.identity, "rank": rank, "order": order, "transport": transport}
             amounts, seconds, code = (
                 ({}, {}, NOT_FINISHED) if sent is None else (sent.amounts, sent.seconds, sent.error_code)
             )
-            self._events.emit(OrderEnded(**about, amounts=amounts, seconds=seconds, code=code))
+            self.events.emit(OrderEnded(**about, amounts=amounts, seconds=seconds, code=code))
 
     def _closed(self, room: PrefillRoom, rank: Rank) -> None:
         """Note that nothing of the room is in flight on a rank, by the proof of its worker or the end of that process."""
@@ -154,19 +150,20 @@ class Orders:
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """Fail the rooms of a rank worker whose process has ended, and with it everything that it had in flight."""
-        for room in self._rooms.book:
+        for room in self.book:
             work = room.ranks.get(rank)
             if work is None:
                 continue
             room.in_transit = room.in_transit or bool(work.outstanding)
             self._closed(room, rank)
             room.keys = NO_KEYS  # the worker's memory may be gone: nothing of the room is cached
-            self._rooms.fail(room, WORKER_GONE, f"rank worker {rank} of the prefill node died: {reason}")
+            self.fail(room, WORKER_GONE, f"rank worker {rank} of the prefill node died: {reason}")
 
     def settle(self, room: PrefillRoom) -> None:
         """Say Done for every rank that has nothing left to do; when all have, the room is complete."""
         if room.state is not PrefillState.SENDING or not room.open_ranks:
             return
+        now_s = self.clock()
         for rank, work in room.ranks.items():
             if not work.finished or work.done or work.outstanding:
                 continue
@@ -176,7 +173,7 @@ class Orders:
             about = {**room.about, "writer": rank}
             parts = list(work.digests.parts()) if work.digests is not None else []
             for number, part in enumerate(parts):
-                self._nodes.send(room.peer, Digests(**about, part=number, digests=part))
+                self.nodes.send(room.peer, Digests(**about, part=number, digests=part))
             done = Done(
                 **about,
                 amounts=work.amounts,
@@ -186,7 +183,7 @@ class Orders:
                 transport=work.transport,
                 keys_digest=room.keys.digest,
                 end_key=work.end_key if room.keys else b"",
-                under_way_ago_s=work.under_way_ago_s(self._clock()),
+                under_way_ago_s=tuple((now_s - began_s, now_s - ended_s) for began_s, ended_s in work.under_way_s),
             )
-            self._nodes.send(room.peer, done)
-        self._rooms.advance(room)
+            self.nodes.send(room.peer, done)
+        self.advance(room)

@@ -13,7 +13,7 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.prefill import PREFILL_TABLE, PrefillSpeaker, PrefillState, RankProgress
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Failed, Intend, Offer, StreamPoint, WireTable
-from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, Rerouted, RoomClosed, Sent
+from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent
 from kvbridge.node.room import Room, named
 from kvbridge.tier.keys import NO_KEYS
 
@@ -66,18 +66,6 @@ class RankWork:
             self.under_way_s[-1] = (self.under_way_s[-1][0], now_s)
         return transport
 
-    def under_way_ago_s(self, now_s: float) -> tuple[tuple[float, float], ...]:
-        """Return the intervals as ages, when no order is outstanding."""
-        return tuple((now_s - began_s, now_s - ended_s) for began_s, ended_s in self.under_way_s)
-
-    def note_point(self, point: StreamPoint | None) -> None:
-        """Keep the point at which a publication is final. The oldest of too many goes: later points of a GPU cover it."""
-        if point is None:
-            return
-        self.after[point] = None
-        if len(self.after) > MAX_POINTS:
-            del self.after[next(iter(self.after))]
-
 
 _OTHER_WORDS = {
     PrefillState.AWAITED: RoomState.ADMITTED,
@@ -85,6 +73,9 @@ _OTHER_WORDS = {
     PrefillState.FAILING: RoomState.FAILED,
 }
 _USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in PrefillState}
+ALIVE = frozenset({PrefillState.ADMITTED, PrefillState.AWAITED, PrefillState.SENDING})
+STOPPING = frozenset({PrefillState.ABORTING, PrefillState.FAILING})
+"""States of a room that waits until nothing is in flight."""
 
 
 @dataclass(eq=False)
@@ -102,8 +93,6 @@ class PrefillRoom(Room[PrefillState]):
     checkpoints: dict[int, PageTable] = field(default_factory=dict)
     """Pages for the windows and states after so many tokens: later rooms may start there."""
     checkpoint_causes: dict[int, CheckpointCause] = field(default_factory=dict)
-    writing: set[str] = field(default_factory=set)
-    """Engines that may still write source pages of this node."""
     in_transit: bool = False
     """Bytes were sent whose arrival was never confirmed, so decode has to shut them out."""
     free_wanted: bool = False
@@ -118,9 +107,13 @@ class PrefillRoom(Room[PrefillState]):
         return _USER_STATE[self.state]
 
     def start_work(self, layers: Mapping[Rank, tuple[int, ...]]) -> None:
-        """Begin the work of these ranks, or begin it anew, behind the tokens that are final from the start."""
+        """Begin the work of these ranks, or begin it anew, behind the tokens that are final from the start.
+
+        Tokens in host memory are final only when the engine has loaded them.
+        """
+        final_tokens = self.computed_tokens - self.host_tokens
         self.ranks = {
-            rank: RankWork(RankProgress(held, prompt_tokens=self.prompt_tokens, computed_tokens=self.published_tokens))
+            rank: RankWork(RankProgress(held, prompt_tokens=self.prompt_tokens, computed_tokens=final_tokens))
             for rank, held in layers.items()
         }
 
@@ -130,18 +123,13 @@ class PrefillRoom(Room[PrefillState]):
         return sorted(tokens for tokens in self.checkpoints if tokens < self.prompt_tokens)
 
     @property
-    def published_tokens(self) -> int:
-        """The prompt tokens that are final from the start; tokens in host memory count only when the engine has loaded them."""
-        return self.computed_tokens - self.host_tokens
-
-    @property
     def begun(self) -> bool:
         """Whether an engine has begun it on any rank."""
         return any(work.engine for work in self.ranks.values())
 
     def lacks(self, ranks: tuple[Rank, ...], prompt_digest: bytes) -> bool:
         return (
-            self.alive
+            self.state in ALIVE
             and self.begun
             and self.admitted_by.prompt_digest == prompt_digest
             and not any(self.ranks[rank].engine for rank in ranks)
@@ -164,29 +152,12 @@ class PrefillRoom(Room[PrefillState]):
             case PrefillState.ABORTING | PrefillState.FAILING:
                 return f"rank workers {named(self.open_ranks)} to be quiet"
             case _:
-                return f"engines {named(self.writing)} to let go of its pages" if self.writing else ""
-
-    @property
-    def users(self) -> set[str]:
-        return self.writing
+                return f"engines {named(self.users)} to let go of its pages" if self.users else ""
 
     def lose(self, engine: str) -> bool:
         """Return whether the engine has begun the room and not finished it: no other engine will."""
         unfinished = any(work.engine == engine and not work.finished for work in self.ranks.values())
-        return unfinished or engine in self.writing or engine == self.admitted_by.name
-
-    def let_go(self, engine: str) -> None:
-        self.writing.discard(engine)
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the room waits until nothing is in flight."""
-        return self.state in {PrefillState.ABORTING, PrefillState.FAILING}
-
-    @property
-    def alive(self) -> bool:
-        """Whether the room is neither over nor being stopped."""
-        return self.state in {PrefillState.ADMITTED, PrefillState.AWAITED, PrefillState.SENDING}
+        return unfinished or engine in self.users or engine == self.admitted_by.name
 
     @property
     def open_ranks(self) -> list[Rank]:
@@ -195,14 +166,16 @@ class PrefillRoom(Room[PrefillState]):
 
     def require_alive(self) -> None:
         """Raise ConflictError when the room is over, or is being stopped."""
-        if not self.alive:
+        if self.state not in ALIVE:
             raise ConflictError(f"room {self.room} is over: {self.reason or self.user_state}")
 
-    def require_begun(self, engine: str, ranks: tuple[Rank, ...]) -> None:
-        """Raise ConflictError unless this engine has begun the room on these ranks."""
+    def works_of(self, engine: str, ranks: tuple[Rank, ...]) -> dict[Rank, RankWork]:
+        """Return the work of these ranks. Raises ConflictError unless this engine has begun the room there, and when it is over."""
+        self.require_alive()
         for rank in ranks:
             if self.ranks[rank].engine != engine:
                 raise ConflictError(f"room {self.room} was not begun on rank {rank} by this engine")
+        return {rank: self.ranks[rank] for rank in ranks}
 
     def forget_details(self) -> None:
         """Keep the fields of a receipt."""

@@ -35,41 +35,33 @@ from kvbridge.core.wire.engine_messages import (
     Restorable,
 )
 from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer
+from kvbridge.core.wire.worker_messages import MAX_POINTS
 from kvbridge.node.engines import AttachedEngine, Engines
 from kvbridge.node.prefill.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
-from kvbridge.node.prefill.orders import Orders
-from kvbridge.node.prefill.pages import PrefillPages
-from kvbridge.node.prefill.room import Asking, FromDecode, PrefillRoom, speaker_of
+from kvbridge.node.prefill.orders import SendingRooms
+from kvbridge.node.prefill.room import ALIVE, STOPPING, Asking, FromDecode, PrefillRoom, speaker_of
 from kvbridge.node.room import Quarantine, named
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.context import parse_traceparent
 from kvbridge.telemetry.facts import RoomBegun, RoomFinished, RoomOffered, RoomRejected
 
 
-class PrefillRooms(Rooms[PrefillRoom]):
+class PrefillRooms(SendingRooms):
     """All rooms of a prefill node."""
 
     role, room_type, table, hearing = Role.PREFILL, PrefillRoom, PREFILL_TABLE, PREFILL_HEARS
     ABORT, FAULT, OTHER_PROMPT = PrefillEvent.ABORT, PrefillEvent.FAULT, PrefillEvent.FAULT
     engine_words = {state: state.value for state in PREFILL_TABLE.final}  # noqa: RUF012 - a literal
     speaker_of = staticmethod(speaker_of)
-    pages: PrefillPages
 
     def __init__(
-        self,
-        pages: PrefillPages,
-        workers: WorkerSet,
-        engines: Engines,
-        nodes: DecodeNodes,
-        *,
-        clock: Clock = monotonic,
+        self, pages: RoomPages, workers: WorkerSet, engines: Engines, nodes: DecodeNodes, clock: Clock = monotonic
     ) -> None:
         super().__init__(pages, workers, engines, clock)
         self.nodes, nodes.rooms = nodes, self
         self.early = EarlyOffers(wait_s=self.limits.early_offer_s, clock=clock)
-        self.orders = Orders(self)
         self.calls = {
             AskRestorable: self.restorable,
             Begin: self.begin,
@@ -107,7 +99,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
     def next_event(self, room: PrefillRoom) -> PrefillEvent | None:
         if room.state is PrefillState.SENDING and room.ranks and all(work.done for work in room.ranks.values()):
             return PrefillEvent.ALL_SENT
-        if room.stopping and not room.open_ranks:  # every worker has proved that nothing of it is in flight
+        if room.state in STOPPING and not room.open_ranks:  # every worker has proved that nothing of it is in flight
             return PrefillEvent.DRAINED
         return None
 
@@ -126,7 +118,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
                 room.phases_s["offer_to_sent"] = now_s - room.offered_s
                 self.phases_ended(room, room.phases_s)
                 if not any(work.after for work in room.ranks.values()):
-                    room.writing.clear()  # every published point has been reached, or nothing would have been sent
+                    room.users.clear()  # every published point has been reached, or nothing would have been sent
                     for work in room.ranks.values():
                         work.written = True
             case _:
@@ -135,9 +127,9 @@ class PrefillRooms(Rooms[PrefillRoom]):
     def act(self, room: PrefillRoom, action: StrEnum) -> None:
         match action:
             case PrefillAction.OPEN_ROOM:
-                self.orders.open(room)
+                self.open_room(room)
             case PrefillAction.CLOSE_ROOM:
-                self.orders.close(room)
+                self.close_room(room)
             case PrefillAction.TELL_FAILED if room.peer:
                 self.nodes.send(room.peer, Failed(**room.about, code=room.reason_code, message=room.reason))
             case PrefillAction.TELL_DRAINED if room.peer:
@@ -151,7 +143,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         """Give the pages back, once, when the table and every engine have let go of them."""
         if not room.free_wanted or room.concluded:
             return
-        if room.writing:
+        if room.users:
             if room.deadline_s is None:
                 room.wait_until(self.clock() + self.limits.drain_s, "timeouts.drain_s")
             return
@@ -168,7 +160,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         """Fail the room; or quarantine the pages of one that is being stopped."""
         if room.over:
             self.pages.quarantine_used(room, limit)
-        elif room.stopping:
+        elif room.state in STOPPING:
             why = f"rank workers {named(room.open_ranks)} have not said that they are quiet (limit: {limit})"
             self.pages.quarantine(room, Quarantine.NOT_QUIET, why)
         else:
@@ -242,7 +234,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.events.emit(RoomOffered(**room.identity, trace=trace))
         room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
         self.advance(room, PrefillEvent.OFFER)
-        self.orders.settle(room)
+        self.settle(room)
 
     def _refuse(self, peer: str, asking: Asking, code: str, message: str) -> None:
         """Turn a decode node away, with the proof that nothing will be written for its offer.
@@ -289,7 +281,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         for rank in engine.ranks:
             if other := room.ranks[rank].engine:
                 raise ConflictError(f"room {room.room} was already begun on rank {rank} by engine {other}")
-        earlier = [attempt for attempt in self.book.attempts(room.room)[:-1] if engine.name in attempt.writing]
+        earlier = [attempt for attempt in self.book.attempts(room.room)[:-1] if engine.name in attempt.users]
         if earlier and message.by_gpu:
             raise ConflictError(
                 f"an earlier attempt at room {room.room} (generation {earlier[0].generation}) may still be written by this "
@@ -303,12 +295,12 @@ class PrefillRooms(Rooms[PrefillRoom]):
         for rank in engine.ranks:
             room.ranks[rank].engine, room.ranks[rank].end_key = engine.name, message.end_key
         if not self.settings.adopted:
-            room.writing.add(engine.name)
+            room.users.add(engine.name)
         room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
         room.begin_by_s = None
         self.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.show(room)
-        self.orders.open(room)
+        self.open_room(room)
         return self.answer(message.call, room, **self.pages.told(room))
 
     def _take_tables(self, room: PrefillRoom, tables: Tables, computed_tokens: int) -> None:
@@ -328,7 +320,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
                 "all ranks read and write the same pages"
             )
         tables_hold(tables, self.geometry, tokens=computed_tokens)
-        self.orders.take_pages(room, tables, cached_tokens=computed_tokens)
+        self.take_pages(room, tables, cached_tokens=computed_tokens)
         room.computed_tokens = computed_tokens
 
     def loaded(self, engine: AttachedEngine, message: Loaded) -> None:
@@ -346,9 +338,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         Raises InvalidInputError for layers that its ranks do not hold, and all that RankProgress.check raises.
         """
         room = self.book.used_by(engine.name, message.room)
-        room.require_alive()
-        room.require_begun(engine.name, engine.ranks)
-        upto_token, works = message.upto_token, {rank: room.ranks[rank] for rank in engine.ranks}
+        upto_token, works = message.upto_token, room.works_of(engine.name, engine.ranks)
         held = {rank: work.progress.check(upto_token, message.layers) for rank, work in works.items()}
         if unknown := sorted(set(message.layers or ()).difference(*held.values())):
             raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
@@ -358,9 +348,11 @@ class PrefillRooms(Rooms[PrefillRoom]):
             raise InvalidInputError("this node owns its pools: `publish` takes no page tables")
         for rank, work in works.items():
             work.progress.publish(upto_token, held[rank])
-            if message.after:
-                work.note_point(message.after.get(str(rank)))
-        self.orders.open(room)
+            if point := message.after.get(str(rank)):
+                work.after[point] = None
+                if len(work.after) > MAX_POINTS:  # the oldest goes: later points of a GPU cover it
+                    del work.after[next(iter(work.after))]
+        self.open_room(room)
 
     def _take_published(self, room: PrefillRoom, message: Publish) -> None:
         """Adopted pools: take further pages, and check that every published row has one."""
@@ -371,7 +363,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         else:
             tables_hold(together, self.geometry, tokens=message.upto_token)
         # No engine writes a page any more that is final on all layers: other rooms of the same prefix may name it as well.
-        self.orders.take_pages(room, tables, cached_tokens=message.upto_token if message.layers is None else 0)
+        self.take_pages(room, tables, cached_tokens=message.upto_token if message.layers is None else 0)
 
     def finish(self, engine: AttachedEngine, message: Finish) -> None:
         """Note that an engine has published everything and does not write the room's pages any more.
@@ -381,12 +373,9 @@ class PrefillRooms(Rooms[PrefillRoom]):
         let go of the pages all the same.
         """
         room = self.book.used_by(engine.name, message.room)
-        if not room.alive:
-            if not message.by_gpu:
-                self.let_go(room, engine.name)
-            room.require_alive()
-        room.require_begun(engine.name, engine.ranks)
-        works = {rank: room.ranks[rank] for rank in engine.ranks}
+        if room.state not in ALIVE and not message.by_gpu:
+            self.let_go(room, engine.name)
+        works = room.works_of(engine.name, engine.ranks)
         for rank, work in works.items():
             if work.finished:
                 raise ConflictError(f"room {room.room} was already finished on rank {rank}")
@@ -407,7 +396,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         self.events.emit(RoomFinished(**room.identity, engine=engine.name))
         if not message.by_gpu:
             self.let_go(room, engine.name)
-        self.orders.settle(room)
+        self.settle(room)
 
     def release(self, engine: AttachedEngine, message: Release) -> None:
         """Let go of an attempt that an engine has finished: its GPU is through. Harmless when the attempt is forgotten.
@@ -418,7 +407,7 @@ class PrefillRooms(Rooms[PrefillRoom]):
         if room is None:
             return
         unfinished = any(work.engine == engine.name and not work.finished for work in room.ranks.values())
-        if unfinished and room.alive:
+        if unfinished and room.state in ALIVE:
             raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
         for work in room.ranks.values():
             work.written = work.written or (work.finished and work.engine == engine.name)

@@ -82,7 +82,7 @@ class Decode:
         self.links.settings = settings
 
     def hears(self, nodes_changed: Callable[[], None]) -> None:
-        self.nodes.writers = SimpleNamespace(nodes_changed=nodes_changed, peer_gone=lambda _peer, _reason: None)
+        self.nodes.rooms = SimpleNamespace(nodes_changed=nodes_changed, peer_gone=lambda _peer, _reason: None)
 
 
 @pytest_asyncio.fixture

@@ -78,10 +78,10 @@ def test_a_room_that_ends_for_one_prefill_node_is_given_up_at_the_others():
     bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
     bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     bench.nodes.answers[ADDRESS] = errors.FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
-    bench.service.writers.nodes_changed()
+    bench.service.nodes_changed()
     assert bench.state() is DecodeState.FAILED
     assert messages_about(bench) == [(SECOND, Intend), (SECOND, Abort)]
-    assert len(bench.service.writers.withdrawn) == 0
+    assert len(bench.service.withdrawn) == 0
 
 
 def test_what_nodes_that_never_answer_were_to_be_told_is_bounded(monkeypatch):
@@ -90,9 +90,9 @@ def test_what_nodes_that_never_answer_were_to_be_told_is_bounded(monkeypatch):
     for room in range(1, 6):
         bench.admit(room)
         bench.stop(room)
-    assert len(bench.service.writers.withdrawn) == 3
+    assert len(bench.service.withdrawn) == 3
     bench.nodes.know()
-    bench.service.writers.nodes_changed()
+    bench.service.nodes_changed()
     assert [message.room for _, message in bench.nodes.messages] == [3, 3, 4, 4, 5, 5]
 
 
@@ -132,13 +132,13 @@ def test_a_room_whose_writer_has_lost_a_path_is_not_read_before_that_is_shut():
     bench = offered()
     path_lost(bench)
     assert bench.fence.paths == [(OWNER, "mooncake", 0)]
-    assert bench.service.writers.open_offers() == {OWNER}
+    assert bench.service.open_offers() == {OWNER}
     bench.done()
     assert bench.state() is DecodeState.OFFERED
     assert bench.book.state(OWNER) is PageState.LEASED
-    assert bench.service.writers.open_offers() == set(), "no fence has to wait for it"
+    assert bench.service.open_offers() == set(), "no fence has to wait for it"
     assert "the endpoints of mooncake to be shut" in bench.room().waits_for
-    bench.service.writers.shut({OWNER: frozenset({"mooncake"})})
+    bench.service.shut({OWNER: frozenset({"mooncake"})})
     assert bench.state() is DecodeState.COMMITTED
     assert bench.book.state(OWNER) is PageState.HELD
     assert [fact.lost for fact in bench.events.of(RoomRerouted)] == ["mooncake"]

@@ -350,7 +350,7 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
     for _ in range(2):
         api.engines.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
     assert api.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
-    api.bench.service.orders.worker_gone(R0, "killed")
+    api.bench.service.worker_gone(R0, "killed")
     refused = api.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
     assert (refused.code, "attach again" in refused.message) == ("detached", True)
     assert api.bench.free == 14

@@ -29,7 +29,7 @@ class Bench:
             has_endpoints=lambda rank: rank not in self.gone,
         )
         self.fence = Fence(workers, self.events, fence_s=30.0, clock=self.clock)
-        self.fence.writers = SimpleNamespace(
+        self.fence.rooms = SimpleNamespace(
             open_offers=lambda: set(self.offers), shut=lambda owners: self.shut.append(set(owners))
         )
 

@@ -15,7 +15,7 @@ from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire import messages
 from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent, Verified
 from kvbridge.node.decode.room import speaker_of as decode_speaker
-from kvbridge.node.prefill.room import speaker_of as prefill_speaker
+from kvbridge.node.prefill.room import ALIVE, speaker_of as prefill_speaker
 from kvbridge.pool.accounts.book import Owner
 from tests.helpers.accounts import check_book
 from tests.helpers.node_bench import DecodeBench, PrefillBench
@@ -169,7 +169,7 @@ def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, befo
         room = bench.service.book.find(*OWNER)
         speaker = decode_speaker(room, who, message)
         meaning = DECODE_HEARS.meaning(state, speaker, message.type)
-        hear = partial(bench.hear, message, who) if who else partial(bench.service.hear, message)
+        hear = partial(bench.hear, message, who) if who else partial(bench.service.hear_rank, message)
         does_what_is_listed(bench, DECODE_TABLE, meaning, hear, f"{message!r} of {speaker}")
 
 
@@ -216,7 +216,7 @@ def prefill_in(state: PrefillState | None, before: str = "") -> PrefillBench:
     if state is None:
         return bench
     bench.admit()
-    room, hear = bench.room(), bench.service.orders.hear
+    room, hear = bench.room(), bench.service.hear_rank
 
     def offered() -> None:
         bench.hear(offer())
@@ -285,7 +285,7 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
         room = bench.service.book.find(*OWNER)
         speaker = prefill_speaker(room, who, message)
         meaning = PREFILL_HEARS.meaning(state, speaker, message.type)
-        hear = partial(bench.hear, message, who) if who else partial(bench.service.orders.hear, message)
+        hear = partial(bench.hear, message, who) if who else partial(bench.service.hear_rank, message)
         does_what_is_listed(bench, PREFILL_TABLE, meaning, hear, f"{message!r} of {speaker}")
         if meaning is Meaning.TURN_AWAY:
             assert room.state is state
@@ -329,6 +329,6 @@ def test_a_call_of_an_engine_that_is_refused_changes_nothing(state):
             engine_calls(bench)[name]()
         except BridgeError:
             room = bench.room()
-            lets_go = name == "finish of engine" and (room.over or room.stopping)  # all the same, and it says so
+            lets_go = name == "finish of engine" and room.state not in ALIVE  # all the same, and it says so
             assert seen(bench, OWNER) == looked or lets_go, f"{name} was refused and has changed a room that is {state}"
         check_book(bench.book)

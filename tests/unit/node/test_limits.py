@@ -111,7 +111,7 @@ def test_decode_says_what_it_waits_for_from_its_admission_to_its_end():
     bench.admit()
     assert told(bench) == ("admitted", f"prefill nodes {ADDRESS.endpoint} to answer")
     bench.nodes.know()
-    bench.service.writers.nodes_changed()
+    bench.service.nodes_changed()
     (name,) = bench.report().peers
     assert told(bench) == ("offered", f"prefill ranks pp0.tp0 of {name} to send everything")
     bench.done()

@@ -26,7 +26,7 @@ class DecodeSide:
         self.gone: list[str] = []
         self.found_at_change: list[object] = []
         self.nodes = PrefillNodes(partial(describe_decode, **about), self, self.events)
-        self.nodes.writers = self
+        self.nodes.rooms = self
 
     def names_of(self, key: str) -> frozenset[str]:
         return frozenset()

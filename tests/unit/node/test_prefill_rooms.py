@@ -9,7 +9,7 @@ from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import Done, Drained, Failed, Intend, Offer, PathLost, StreamPoint, WireTable, to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
-from kvbridge.node.prefill import early_offers as offers, room as rank_work
+from kvbridge.node.prefill import early_offers as offers, rooms as prefill_rooms
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.pool.accounts.book import Owner, PageState
 from kvbridge.telemetry.facts import OrderBegan, OrderEnded, PhasesEnded, RoomRerouted
@@ -231,7 +231,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
 
 
 def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
-    monkeypatch.setattr(rank_work, "MAX_POINTS", 2)
+    monkeypatch.setattr(prefill_rooms, "MAX_POINTS", 2)
     points = [StreamPoint(ring="ring", handle=bytes([number]) * 64, device_uuid="0" * 32) for number in range(4)]
     bench = PrefillBench()
     bench.admit()
@@ -256,7 +256,7 @@ def test_an_order_is_a_fact_from_its_beginning_to_its_end_with_room_peer_rank_an
 def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_transit):
     bench = sending()
     lost = {"lost": "local", "over": "nixl", "epoch": 2, "in_transit": in_transit, "error": "cable"}
-    bench.service.orders.hear(Rerouted(room=1, generation=1, rank=R0, **lost))
+    bench.service.hear_rank(Rerouted(room=1, generation=1, rank=R0, **lost))
     told = [PathLost(room=1, generation=1, writer=R0, transport="local", epoch=2)] * in_transit
     assert bench.told(PathLost, DECODE) == told
     [fact] = bench.events.of(RoomRerouted)

@@ -36,14 +36,14 @@ def arrived(value: int = 5) -> DecodeBench:
 
 
 def verified(bench: DecodeBench, **fields) -> None:
-    bench.service.hear(Verified(room=1, generation=1, rank=R0, **fields))
+    bench.service.hear_rank(Verified(room=1, generation=1, rank=R0, **fields))
 
 
 @pytest.mark.parametrize(("sent", "found"), [(5, 4), (5, 0), (0, 5)])
 def test_a_page_that_differs_fails_the_room_by_name_on_both_sides(sent, found):
     bench = arrived(sent)
     table = next(iter(bench.room().tables.values()))
-    bench.service.hear(digested(ABOUT, R0, found))
+    bench.service.hear_rank(digested(ABOUT, R0, found))
     verified(bench)
     report = bench.report()
     assert (report.state, report.reason_code) == (RoomState.FAILED, "digest_mismatch")
@@ -87,14 +87,14 @@ def sending() -> PrefillBench:
 
 
 def answer(bench: PrefillBench, order: Send, value: int) -> None:
-    bench.service.orders.hear(digested(order, R0, value, order=order.order))
+    bench.service.hear_rank(digested(order, R0, value, order=order.order))
     bench.sent(order)
 
 
 def test_a_worker_that_reports_what_the_room_does_not_have_fails_it():
     bench = sending()
     wrong = {"rank": R0, "order": bench.orders()[0].order, "digests": page_digests(first_page=7)}
-    bench.service.orders.hear(Digested(room=1, generation=1, **wrong))
+    bench.service.hear_rank(Digested(room=1, generation=1, **wrong))
     assert bench.state() is PrefillState.FAILING
     assert "rank pp0.tp0" in bench.report().reason
 

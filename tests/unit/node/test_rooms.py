@@ -1,7 +1,6 @@
 """The book of rooms, and the pages of rooms: waits, receipts, lists, quarantines, the cached prefix in front of their own pages."""
 
 import asyncio
-from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -30,14 +29,7 @@ OWNER = Owner(1, 1)
 OPEN, OVER = RoomState.ADMITTED, RoomState.COMPLETED
 
 
-@dataclass(eq=False)
 class UsedRoom(Room):
-    using: set[str] = field(default_factory=set)
-
-    @property
-    def users(self) -> set[str]:
-        return self.using
-
     @property
     def user_state(self) -> RoomState:
         return self.state

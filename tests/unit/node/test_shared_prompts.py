@@ -281,7 +281,7 @@ def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):
     bench.wait(60.0)
     assert bench.book.state(lost.owner) is PageState.QUARANTINED
     assert lost.owner in bench.prefixes
-    bench.service.writers.shut(dict.fromkeys([lost.owner], ALL))
+    bench.service.shut(dict.fromkeys([lost.owner], ALL))
     assert lost.owner not in bench.prefixes
     bench.arrives(sibling)
     bench.claim(sibling)
