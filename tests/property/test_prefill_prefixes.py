@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.messages import WireTable
-from kvbridge.node.prefill.room import PrefillRoom
-from tests.helpers.accounts import cached_pages
+from kvbridge.node.prefill.room import STOPPING, PrefillRoom
 from tests.helpers.examples import fewer
 from tests.helpers.node_bench import FULL, HISTORY, SWA, PrefixBench, ids, keys_of
 from tests.helpers.prefix_recount import check_cache
@@ -72,7 +71,7 @@ class PrefillNode(RuleBasedStateMachine):
     def begin(self, choice: int) -> None:
         number = self.pick(choice)
         room = self.room(number)
-        if room is None or room.begun or room.over or room.stopping:
+        if room is None or room.begun or room.over or room.state in STOPPING:
             return
         self.begun[number] = self.bench.begin(number, self.rooms[number])
         self.look_at(number)
@@ -94,7 +93,7 @@ class PrefillNode(RuleBasedStateMachine):
         """The engine writes what is its to write, perhaps without the checkpoints, and finishes, or leaves it half written."""
         number = list(self.begun)[choice % len(self.begun)]
         room, tokens = self.room(number), self.rooms[number]
-        if room is None or room.over or room.stopping or any(work.finished for work in room.ranks.values()):
+        if room is None or room.over or room.state in STOPPING or any(work.finished for work in room.ranks.values()):
             return
         pages, keys = self.begun[number], keys_of(tokens)
         windows = next(page_ids(table) for table in pages.tables if table.space is SWA)
@@ -150,7 +149,7 @@ class PrefillNode(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99), quiet=st.booleans())
     def closed(self, choice: int, quiet: bool) -> None:
         number = self.pick(choice)
-        if (room := self.room(number)) is not None and room.stopping:
+        if (room := self.room(number)) is not None and room.state in STOPPING:
             self.bench.closed(number, quiet=quiet)
 
     @rule()
