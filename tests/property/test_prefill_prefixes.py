@@ -12,6 +12,7 @@ from kvbridge.core.errors import CapacityError
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.messages import WireTable
 from kvbridge.node.prefill.room import STOPPING, PrefillRoom
+from tests.helpers.accounts import cached_pages
 from tests.helpers.examples import fewer
 from tests.helpers.node_bench import FULL, HISTORY, SWA, PrefixBench, ids, keys_of
 from tests.helpers.prefix_recount import check_cache

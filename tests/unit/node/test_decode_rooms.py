@@ -281,7 +281,7 @@ def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased
     bench = adopting(1, 2, 3)
     bench.verbs.provide(1, pages_table(4, 5), prefix_tokens=PAGE)
     bench.verbs.provide(2, pages_table(4, 6), prefix_tokens=PAGE)
-    with pytest.raises(errors.ConflictError, match="are leased, a peer may still write them for room 1 generation 1"):
+    with pytest.raises(errors.ConflictError, match="are leased: a peer may still write them for room 1 generation 1"):
         bench.verbs.provide(3, pages_table(5, 7), prefix_tokens=PAGE)
     with pytest.raises(errors.ConflictError, match=r"page 4 .* belongs to room 1 generation 1 and room 2 generation 1"):
         bench.verbs.provide(3, pages_table(4, 7))
