@@ -1,8 +1,7 @@
-"""Messages between nodes, and the types that every conversation shares, memory of one host among them.
+"""Messages between nodes, and the types that all conversations share.
 
-*Peers* (decode node <-> prefill node, here) meet, offer, send and drain. *Workers* (node <-> rank workers, `worker_messages`)
-execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. Each direction is a closed union: a receiver
-refuses any other message. Page tables travel as int32 bytes: a million tokens have 4,096 ids in each space.
+A decode node and a prefill node are *peers*. A node also talks with its rank workers (`worker_messages`) and with engine ranks
+(`engine_messages`). Each direction is a closed union: a receiver refuses any other message. Page tables travel as int32 bytes.
 """
 
 from __future__ import annotations
@@ -38,38 +37,36 @@ MAX_PAGE_HASHES_BYTES = 16 * 65_536
 MAX_ROOM_METADATA_BYTES = 24 * MAX_METADATA_BYTES
 """From all writers of one room: a claim is answered with it and five full tables, in one frame."""
 REASON_CHARS = 2_000
-"""A reason is cut to this length; messages carry up to 4,000 characters, so that a hop can still say whose reason it is."""
+"""A reason is cut to this length. Messages carry up to 4,000 characters, so that a hop can still say whose reason it is."""
 MAX_NODE_RANKS = 256
-"""Each rank of a node costs its peers a look at the rank's manifest, so a peer may not name any number."""
+"""A node reads the manifest of each rank of its peers, so a peer may not name any number of ranks."""
 MAX_PACKED_RANK_BYTES = 1 << 20
 MAX_PACKED_NODE_BYTES = 3_000_000
-"""All ranks of a node, which share a frame: 256 of them have 11 KB each. A rank needs 2 to 4 KB, 8 bytes for each extent of a
-region, and the registrations of its transports."""
+"""All ranks of a node in one frame: 256 ranks have 11 KB each. A rank needs 2 to 4 KB, 8 bytes an extent, and registrations."""
 MAX_STAGES = 256
 """Pipeline stages of one instance."""
 MAX_INSTANCE_NODES = 32
-"""Nodes of one instance, and so prefill addresses of one room: a decode node opens a link to each of them."""
+"""Nodes of one instance, and so prefill addresses of one room. A decode node opens a link to each of them."""
 MAX_ENDPOINTS = 16
 MAX_PHASES = 64
 MAX_INTERVALS = 32
 MAX_AGO_S = 86_400.0
 MAX_DIGESTS = 1_024
-"""Components, lanes and groups of layers of which one message carries digests."""
+"""Entries of one message: components, lanes and groups of layers."""
 MAX_CHECKPOINTS = 256
-"""Checkpoints of one room."""
 MAX_RESTORABLE = 65_536
-"""Places at which the engine of one room can start."""
+"""Checkpoints of one room, and places at which its engine can start."""
 MAX_AMOUNT = 2**50
-"""Rows, bytes or operations of a component that one message may report; sums of a room's messages stay in bounds."""
+"""Rows, bytes or operations of a component that one message may report, so that sums of messages stay in bounds."""
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(max_length=4_000)]
 PageHashes = Annotated[bytes, Field(max_length=MAX_PAGE_HASHES_BYTES, repr=False)]
 """Page keys in the order of the pages, 16 bytes each."""
 EndKey = Annotated[bytes, Field(max_length=16, repr=False)]
-"""The key of a prompt's tokens behind its last whole page (`tier/keys.py`); empty: there are none, or it was not said."""
+"""The key of a prompt's tokens behind its last whole page (`tier/keys.py`). Empty: no such tokens, or not stated."""
 KeysDigest = Annotated[bytes, Field(max_length=32)]
-"""The digest of a list of page keys, all of them (`tier/keys.py`); empty: of none."""
+"""The digest of a list of page keys (`tier/keys.py`). Empty: of no keys."""
 Metadata = Annotated[bytes, Field(max_length=MAX_METADATA_BYTES)]
 Phases = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[float, Field(allow_inf_nan=False)]],
@@ -77,11 +74,11 @@ Phases = Annotated[
 ]
 
 PromptDigest = Annotated[bytes, Field(max_length=32)]
-"""Names the prompt of a room that an engine admits itself; empty: not said. Both sides of a room say the same."""
+"""Names the prompt of a room that an engine admits itself. Empty: not stated. Both sides of a room state the same."""
 Traceparent = Annotated[str, Field(max_length=200)]
-"""W3C's header of that name; empty when there is no trace. A malformed one counts as empty."""
+"""W3C's header of that name. Empty: no trace; a malformed one counts as empty."""
 Ago = Annotated[float, Field(ge=0, le=MAX_AGO_S, allow_inf_nan=False)]
-"""Seconds."""
+"""Seconds before the message."""
 
 
 def _check_amounts(amounts: Amounts) -> Amounts:
@@ -94,7 +91,7 @@ ReportedAmounts = Annotated[Amounts, AfterValidator(_check_amounts)]
 
 
 class Message(FrozenModel):
-    """A message of a union. Its head names its `type`, which becomes a field; a base of messages names none."""
+    """A message of a union. The head of its class names its `type`, which becomes a field. A base of messages names none."""
 
     if TYPE_CHECKING:
         type: ClassVar[str]
@@ -111,6 +108,13 @@ class RoomMessage(Message):
 
     room: RoomId
     generation: Positive
+
+
+class Trouble(Message):
+    """A message that says what went wrong."""
+
+    code: Name
+    message: Text
 
 
 class WireTable(FrozenModel):
@@ -140,7 +144,7 @@ class TransportEndpoint(FrozenModel):
 
 
 class RankDescription(FrozenModel):
-    """Everything that a peer needs in order to write to a rank, or to expect writes from it."""
+    """The memory of a rank, and the ways to write there."""
 
     manifest: RankManifest
     endpoints: Annotated[tuple[TransportEndpoint, ...], Field(max_length=MAX_ENDPOINTS)]
@@ -158,7 +162,7 @@ class NodeDescription(FrozenModel):
     role: Role
     incarnation: Name
     model_identity: ModelIdentity | None = None
-    """The model that it holds, by its `tier` section; None: not said."""
+    """The model that the node's `tier` section names. None: not stated."""
     geometry: ModelGeometry
     ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
 
@@ -193,7 +197,7 @@ class CudaOrigin(FrozenModel):
 
 
 Origin = Annotated[FileOrigin | CudaOrigin, Field(discriminator="kind")]
-"""The place of memory that another process of the host has made."""
+"""Memory that another process of the host has made."""
 
 
 class SharedRegion(FrozenModel):
@@ -219,21 +223,37 @@ class DeviceAllocationRequest(FrozenModel):
     """Whether a page of all layers is one stretch of memory."""
 
 
+class NodeMemory(Message):
+    """The form and the shared memory of a node, for its rank workers and engines."""
+
+    geometry: ModelGeometry
+    pp_size: Positive
+    tp_size: Positive
+    host: tuple[SharedRegion, ...] = ()
+    """The node's host pool; empty: there is none."""
+    own_host: tuple[ComponentKind, ...] = ()
+    """Components that an engine brings in host memory of its own, where the node has no host pool."""
+    twins: tuple[SharedRegion, ...] = ()
+    """The node's host copies of device pages. Peers do not hear of them, and no transport registers them."""
+    copy_backend: Name = "kernel"
+    """`tier.host.backend`: copies pages between device and host copy."""
+
+
 class StreamPoint(FrozenModel):
-    """An interprocess event in the work of an engine's GPU. Recorded again, it is reached later, which is still right."""
+    """An interprocess event in the work of an engine's GPU. Recorded again, an event is reached later, which is still right."""
 
     model_config = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")
 
     ring: Annotated[str, Field(min_length=1, max_length=100)]
-    """Names the set of events, and with it the incarnation of the process that made them."""
+    """Names the set of events and the incarnation of the process that made them."""
     handle: IpcHandle
     device_uuid: DeviceUuid
 
 
 # ---------------------------------------------------------------------------------------------- features
 
-# Each side says what it has and what it requires of the other, in the first message of a conversation. Both sides decide, since an
-# older release does not know what a later one requires of it. Names on the wire are texts, because a later release has others.
+# Each side says in its first message what it has and what it requires of the other. Both sides decide, since an older release does
+# not know what a later one requires of it. Names on the wire are plain texts, because a later release has others.
 
 _Names = Annotated[tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], ...], Field(max_length=64)]
 
@@ -247,11 +267,11 @@ class Features(FrozenModel):
 
 
 FEATURES = Features()
-"""The features of this release, in every conversation: there is none that another release could lack."""
+"""The features of this release in every conversation: none, since no other release lacks any."""
 
 
 def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str, ...]:
-    """Return the features that both sides, named `us` and `them` for people, have. Raises FeatureError with the side to upgrade."""
+    """Return what both sides have; `us` and `them` name them for people. Raises FeatureError, which names the side to upgrade."""
     for requiring, wanted, lacking, there in ((us, ours, them, theirs), (them, theirs, us, ours)):
         missing = sorted({*wanted.requires} - {*there.has})
         if missing:
@@ -267,37 +287,34 @@ def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str,
 
 
 class Hello(Message, type="hello"):
-    """My name and where my memory is. The first message, sent again when either side has changed."""
+    """My name and my memory. It is the first message, and comes again when either side has changed."""
 
     node: NodeDescription
     features: Features = Features()
 
 
-class Intend(RoomMessage, type="intend"):
+class Coming(RoomMessage):
+    """A decode node comes for a room."""
+
+    prompt_tokens: Positive
+    prompt_digest: PromptDigest = b""
+    held: bool = False
+    """Whether our engine was told that the room is there. Prefill then does not wait long for an unknown room."""
+
+
+class Intend(Coming, type="intend"):
     """Our engine has no pages yet: hold this room until our Offer, an Abort of either side, or the end of the conversation."""
 
-    prompt_tokens: Positive
-    prompt_digest: PromptDigest = b""
-    held: bool = False
-    """Our engine was told that the room is there, so an unknown room will hardly come."""
 
+class Offer(Coming, type="offer"):
+    """Write this request's state here. The offer grants the lease on the pages until Done or Drained."""
 
-class Offer(RoomMessage, type="offer"):
-    """Write this request's state here. Grants the lease on the pages until Done or Drained."""
-
-    prompt_tokens: Positive
-    prompt_digest: PromptDigest = b""
-    held: bool = False
-    """As in Intend."""
     prefix_tokens: NonNegative = 0
     tables: Annotated[tuple[WireTable, ...], Field(max_length=len(REQUEST_SPACES))]
     digest: DigestKind = DigestKind.NONE
     """The digest that writers compute over the pages that they fill."""
     traceparent: Traceparent = ""
     """The parent of the spans of sending."""
-
-
-# ---------------------------------------------------------------------------------------------- prefill to decode
 
 
 class Welcome(Message, type="welcome"):
@@ -316,11 +333,8 @@ class Welcome(Message, type="welcome"):
     features: Features = Features()
 
 
-class Rejected(Message, type="rejected"):
+class Rejected(Trouble, type="rejected"):
     """We cannot work together; `message` names the first difference."""
-
-    code: Name
-    message: Text
 
 
 class Digests(RoomMessage, type="digests"):
@@ -340,21 +354,21 @@ class Done(RoomMessage, type="done"):
     phases_s: Phases
     metadata: Metadata = b""
     digest_parts: NonNegative = 0
-    """The number of Digests that this writer has sent."""
+    """Number of Digests that this writer has sent."""
     transport: Annotated[str, Field(max_length=200)] = ""
     """The transports that the writer has used, joined by '+'."""
     keys_digest: KeysDigest = b""
-    """The digest of the page keys that the rank's engine stated for the prompt that it computed; empty: not asked for."""
+    """The digest of the page keys that the rank's engine stated for the prompt that it computed. Empty: not asked for."""
     end_key: EndKey = b""
-    """As that engine stated it."""
+    """The key that the same engine stated."""
     under_way_ago_s: Annotated[tuple[tuple[Ago, Ago], ...], Field(max_length=MAX_INTERVALS)] = ()
-    """When the writer was sending: pairs of (begin, end), in seconds before this message."""
+    """When the writer was sending: pairs (begin, end)."""
 
 
 class PathLost(RoomMessage, type="path_lost"):
     """A writer has lost a transport in the middle of a room, and goes on over another one.
 
-    The writer sends nothing more through that endpoint, but earlier bytes may still arrive, so the receiver shuts the endpoint
+    The writer sends nothing more through the lost endpoint. Earlier bytes may still arrive, so the receiver shuts the endpoint
     before the room can be read.
     """
 
@@ -365,37 +379,31 @@ class PathLost(RoomMessage, type="path_lost"):
 
 
 class Drained(RoomMessage, type="drained"):
-    """This node sends nothing of the room any more, nor ever will."""
+    """This node sends nothing of the room now, nor later."""
 
     in_transit: bool = False
-    """Something was sent whose arrival was never confirmed: the receiver shuts that endpoint before the pages are used again."""
+    """Whether something was sent whose arrival was not confirmed. The receiver then shuts the endpoint before the pages are used
+    again."""
 
 
 # ---------------------------------------------------------------------------------------------- either way
 
 
-class Abort(RoomMessage, type="abort"):
+class Abort(RoomMessage, Trouble, type="abort"):
     """Stop. The sender of pages answers Drained once nothing of the room is in flight."""
 
-    code: Name
-    message: Text
 
-
-class Failed(RoomMessage, type="failed"):
+class Failed(RoomMessage, Trouble, type="failed"):
     """From prefill: the room will not be completed; Drained follows when its pages are quiet.
 
     From decode: everything was sent, and the room has failed all the same; nothing follows.
     """
-
-    code: Name
-    message: Text
 
 
 class Heartbeat(Message, type="heartbeat"):
     """This incarnation lives."""
 
 
-PeerMessage = Annotated[
-    Hello | Welcome | Rejected | Intend | Offer | Abort | Digests | Done | PathLost | Failed | Drained | Heartbeat,
-    Field(discriminator="type"),
-]
+_Meetings = Hello | Welcome | Rejected | Heartbeat
+_OfRooms = Intend | Offer | Abort | Digests | Done | PathLost | Failed | Drained
+PeerMessage = Annotated[_Meetings | _OfRooms, Field(discriminator="type")]

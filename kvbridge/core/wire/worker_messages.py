@@ -6,7 +6,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Section
@@ -18,17 +17,19 @@ from kvbridge.core.wire.messages import (
     Heartbeat,
     Message,
     Name,
+    NodeMemory,
     PackedRank,
     RankDescription,
     RoomMessage,
     SharedRegion,
     StreamPoint,
     Text,
+    Trouble,
     WireTable,
 )
 
 MAX_POINTS = 8_192
-"""Points that one order waits for at most: as many as an engine's events."""
+"""The most points that one order waits for: as many as an engine has events."""
 MAX_MOVES = 2
 """One for each space of device pages that have host copies."""
 TransportNames = Annotated[tuple[Name, ...], Field(max_length=MAX_ENDPOINTS)]
@@ -44,29 +45,18 @@ class Outcome(Message):
 # ---------------------------------------------------------------------------------------------- node to worker
 
 
-class WorkerSetup(Message, type="worker_setup"):
-    """The rank that the worker is to serve, and its memory."""
+class WorkerSetup(NodeMemory, type="worker_setup"):
+    """The rank that the worker is to serve, and its memory. The host copies are for this worker alone."""
 
-    geometry: ModelGeometry
     rank: Rank
-    pp_size: Positive
-    tp_size: Positive
     layers: tuple[NonNegative, ...]
     """The global layer ids of the rank."""
     device: tuple[SharedRegion, ...]
     """Device memory of the rank that the node has made (device: cpu)."""
     allocate: DeviceAllocationRequest | None = None
-    """Device memory that the worker is to make (device: cuda). With neither, the worker adopts an engine's."""
-    host: tuple[SharedRegion, ...]
-    """The node's host pool; empty when there is none."""
-    own_host: tuple[ComponentKind, ...] = ()
-    """Components that an engine brings in host memory of its own, where the node has no host pool."""
-    twins: tuple[SharedRegion, ...] = ()
-    """The node's host copies of device pages, for this worker alone: peers do not hear of them, and no transport registers them."""
+    """Device memory that the worker is to make (device: cuda). With neither, the worker adopts an engine's memory."""
     stage_tp_ranks: tuple[NonNegative, ...] = ()
     """The tensor-parallel indices of the ranks of this stage on this node, which share the host copies."""
-    copy_backend: Name = "kernel"
-    """`tier.host.backend`: copies device pages to host memory on a GPU."""
     transports: Annotated[str, Field(max_length=100_000)]
     """The configuration section of that name, as JSON."""
     transfer_timeout_s: Annotated[float, Field(gt=0)]
@@ -76,7 +66,7 @@ class WorkerSetup(Message, type="worker_setup"):
 
 
 class ConnectPeer(Message, type="connect_peer"):
-    """Get ready to write to the ranks of a decode node. Replaces what the worker knew of that node."""
+    """Get ready to write to the ranks of a decode node. The message replaces what the worker knew of that node."""
 
     peer: Name
     """The peer node's incarnation."""
@@ -98,7 +88,7 @@ class OpenRoom(RoomMessage, type="open_room"):
     source: tuple[WireTable, ...]
     destination: tuple[WireTable, ...]
     digest: DigestKind = DigestKind.NONE
-    """The digest that the worker computes over each order's pages, and reports before the order ends."""
+    """The digest of each order's pages, which the worker computes and reports before the order ends."""
 
 
 class Send(RoomMessage, type="send"):
@@ -107,19 +97,19 @@ class Send(RoomMessage, type="send"):
     order: Positive
     section: Section
     source: tuple[WireTable, ...] = ()
-    """Source pages that the room got since the last order; they follow those that the worker knows."""
+    """Source pages that the room got since the last order, behind those that the worker knows."""
     after: Annotated[tuple[StreamPoint, ...], Field(max_length=MAX_POINTS)] = ()
     """Read nothing of the section before the engine's GPU has reached all of these points."""
 
 
 class Verify(RoomMessage, type="verify"):
-    """On decode: compute the digests of the room's components in the spaces of `tables`, in your own memory."""
+    """On decode: compute the digests of the room's components in the spaces of `tables` from your own memory."""
 
     prompt_tokens: Positive
     prefix_tokens: NonNegative
     tables: tuple[WireTable, ...]
     host_index: NonNegative
-    """The share of the host pool's pages that this rank looks at."""
+    """This rank's share of the host pool's pages, of `host_count` shares."""
     host_count: Positive
 
 
@@ -136,14 +126,14 @@ class CopyPages(Message, type="copy_pages"):
     order: Positive
     moves: Annotated[tuple[PageMove, ...], Field(max_length=MAX_MOVES)]
     link_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Copy for at most this share of the time, since transfers need the link to the device, too."""
+    """The share of the time in which the worker copies at most, since transfers need the link to the device, too."""
 
 
 class CloseRoom(RoomMessage, type="close_room"):
-    """Forget the room and abort what is in flight; RoomClosed proves that the room is quiet."""
+    """Forget the room and abort what is in flight. RoomClosed proves that the room is quiet."""
 
     all_sent: bool = False
-    """Every order of the room has ended well, so there is nothing to prove, and no answer."""
+    """Whether every order of the room has ended well. Then there is nothing to prove, and no answer."""
 
 
 class RenewEndpoints(Message, type="renew_endpoints"):
@@ -166,20 +156,10 @@ class Shutdown(Message, type="shutdown"):
     """End now."""
 
 
+_AboutPeers = ConnectPeer | DisconnectPeer | RenewEndpoints | RevokeEndpoints
+_AboutRooms = OpenRoom | Send | Verify | CloseRoom
 NodeToWorker = Annotated[
-    WorkerSetup
-    | ConnectPeer
-    | DisconnectPeer
-    | OpenRoom
-    | Send
-    | Verify
-    | CopyPages
-    | CloseRoom
-    | RenewEndpoints
-    | RevokeEndpoints
-    | Heartbeat
-    | Shutdown,
-    Field(discriminator="type"),
+    WorkerSetup | _AboutPeers | _AboutRooms | CopyPages | Heartbeat | Shutdown, Field(discriminator="type")
 ]
 
 
@@ -203,7 +183,7 @@ class WorkerProgress(Message, type="worker_progress"):
 
 
 class WorkerReady(Message, type="worker_ready"):
-    """Memory is registered, and peers reach it as described. Said again with other endpoints, after a renewal or a replacement."""
+    """Memory is registered, and peers reach it as described. The message comes again when the endpoints have changed."""
 
     rank: Rank
     pid: Positive
@@ -214,16 +194,14 @@ class WorkerReady(Message, type="worker_ready"):
     """The device memory that this worker has made, for engines to open."""
 
 
-class WorkerFailed(Message, type="worker_failed"):
+class WorkerFailed(Trouble, type="worker_failed"):
     """I cannot serve my rank; the text gives cause and fix."""
 
     rank: Rank
-    code: Name
-    message: Text
 
 
 class TransportsNotBuilt(Message, type="transports_not_built"):
-    """The successors of these transports cannot be built now; the worker tries again, and serves by those that it has."""
+    """The successors of these transports cannot be built now. The worker tries again, and keeps those that it has."""
 
     rank: Rank
     transports: tuple[str, ...]
@@ -240,16 +218,16 @@ class PeerConnected(Outcome, type="peer_connected"):
 
 
 class PathsChanged(Message, type="paths_changed"):
-    """A decode node is reached by other transports than was said last."""
+    """A decode node is reached by other transports than the last message about it said."""
 
     rank: Rank
     peer: Name
     transports: tuple[str, ...]
     """The transport by which each of the node's ranks is reached now."""
     standby: tuple[str, ...] = ()
-    """Transports by which every rank of the node could be reached instead."""
+    """Transports by which every rank of the node could be reached as well."""
     lost: str = ""
-    """The transport that was lost; empty when one has been found."""
+    """The transport that was lost. Empty: one has been found."""
     error: Text = ""
 
 
@@ -269,7 +247,7 @@ class Sent(RoomMessage, Outcome, type="sent"):
 
 
 class Rerouted(RoomMessage, type="rerouted"):
-    """Ahead of an order's Sent: what `lost` had not confirmed is sent again over another transport.
+    """Ahead of an order's Sent: bytes that `lost` had not confirmed are sent again over another transport.
 
     The worker reads or sends nothing of the room through the lost endpoint any more, or closes the transport before the Sent.
     """
@@ -285,7 +263,7 @@ class Rerouted(RoomMessage, type="rerouted"):
 
 
 class Digested(RoomMessage, type="digested"):
-    """Digests of an order, ahead of its Sent, or of a Verify, ahead of its Verified."""
+    """Digests of an order, ahead of its Sent, or those of a Verify, ahead of its Verified."""
 
     rank: Rank
     order: NonNegative = 0
@@ -294,7 +272,7 @@ class Digested(RoomMessage, type="digested"):
 
 
 class Verified(RoomMessage, Outcome, type="verified"):
-    """All digests that Verify asked for have been reported, or why they could not be computed."""
+    """All digests that Verify asked for have been reported, or the error says why they could not be computed."""
 
     rank: Rank
     seconds: dict[str, float] = Field(default_factory=dict)
@@ -302,21 +280,21 @@ class Verified(RoomMessage, Outcome, type="verified"):
 
 
 class PagesCopied(Outcome, type="pages_copied"):
-    """How CopyPages ended. Without an error the host copies hold, by proof, this rank's part."""
+    """The end of CopyPages. Without an error the host copies hold, by proof, this rank's part."""
 
     rank: Rank
     order: Positive
     bytes: NonNegative = 0
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """The time during which something was being copied, without the pauses that leave the link to others."""
+    """The time of copying, without the pauses that leave the link to others."""
     quiet: bool = True
-    """False: the device may still write to the host copies. The same answer comes again, with True, when it does not."""
+    """False: the device may still write to the host copies. The same message comes again, with True, when it does not."""
 
 
 class RoomClosed(RoomMessage, type="room_closed"):
-    """The room is forgotten, and nothing of it is being read or sent (`quiet`).
+    """The room is forgotten. `quiet`: nothing of it is being read or sent.
 
-    Not `quiet`: something may be, until the transport that `reason` names has been torn down. RoomClosed comes again then.
+    Otherwise something may be, until the transport that `reason` names has been torn down. RoomClosed comes again then.
     """
 
     rank: Rank
@@ -337,22 +315,7 @@ class WorkerClosed(Message, type="worker_closed"):
     rank: Rank
 
 
-WorkerToNode = Annotated[
-    WorkerHello
-    | WorkerReady
-    | WorkerFailed
-    | WorkerProgress
-    | PeerConnected
-    | PathsChanged
-    | Rerouted
-    | Digested
-    | Sent
-    | Verified
-    | PagesCopied
-    | TransportsNotBuilt
-    | RoomClosed
-    | EndpointsRevoked
-    | WorkerClosed
-    | Heartbeat,
-    Field(discriminator="type"),
-]
+_OfWorkers = WorkerHello | WorkerProgress | WorkerReady | WorkerFailed | WorkerClosed | TransportsNotBuilt | Heartbeat
+_OfPeers = PeerConnected | PathsChanged | EndpointsRevoked
+_OfRooms = Rerouted | Digested | Sent | Verified | RoomClosed
+WorkerToNode = Annotated[_OfWorkers | _OfPeers | _OfRooms | PagesCopied, Field(discriminator="type")]
