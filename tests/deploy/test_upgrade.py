@@ -10,17 +10,16 @@ from typing import Any, Self
 
 import pytest
 
-from kvbridge.core.plan.operations import Section
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config, eventually
-from tests.helpers.live_rooms import http
+from tests.helpers.live_rooms import CLAIM_S, check_rows, http, write
+from tests.helpers.rank_harness import Case
 
 pytestmark = pytest.mark.thorough
 
 MODEL = {"preset": "tiny-v4"}
 POOLS = {"device": {"full": 64, "swa": 16, "request": 8}}
-TOKENS, OUTSTANDING, CLAIM_S = 300, 4, 30.0
+TOKENS, OUTSTANDING = 300, 4
 
 
 @dataclass
@@ -83,15 +82,9 @@ class Load:
         return self._engines[name]
 
     def _cross(self, room: int, sender: PrefillEngine, reader: DecodeEngine) -> None:
-        begun = sender.begin(room, prompt_tokens=TOKENS)
-        section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
-        for view in sender.views.values():
-            synthetic.fill(view, room=room, tables=begun.tables, section=section)
-        begun.publish(TOKENS)
-        begun.finish()
+        write(sender, room, Case(TOKENS))
         claimed = reader.claim(room, timeout_s=CLAIM_S)
-        for view in reader.views.values():
-            assert not synthetic.compare(view, room=room, tables=claimed.tables, tokens=TOKENS).mismatches
+        check_rows(reader, claimed)
         claimed.release()
 
 

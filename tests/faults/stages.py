@@ -11,10 +11,10 @@ from kvbridge.core.ids import Role
 from tests.faults.cells import HEARTBEAT_S, PEER_SILENCE_S, WORKER_SILENCE_S
 from tests.faults.fault_cluster import DEVICE_PAGES, HOST_PAGES, FaultCluster, Gpus, Settings
 from tests.faults.late_writer_cluster import MODEL, PAGES, SHARED_BY_LATE_TOKENS, LateWriterCluster
-from tests.helpers.cluster import mutated
-from tests.helpers.faulty_transport import faulty_worker
-from tests.helpers.gated_copies import Gate, gated_worker
+from tests.helpers.cluster import faulty_worker, mutated
+from tests.helpers.gated_copies import Gate
 from tests.helpers.prompts import TIER
+from tests.helpers.zygote import installed
 
 TIMEOUTS = {
     "control_heartbeat_s": HEARTBEAT_S,
@@ -152,7 +152,7 @@ def late_writer_cluster(
         ends_with_us=True,
     )
     gate = Gate(Path("/dev/shm") / f"{folder.name}-gate", create=True) if gpus is not None else None
-    changed = (faulty_worker(faults) if faults else "") + (gated_worker(gate.path) if gate else "")
+    changed = (faulty_worker(faults) if faults else "") + (installed("gated_copies", str(gate.path)) if gate else "")
     cluster.prefill = mutated(cluster.prefill, worker_code=changed + worker_mistake)
     cluster.decode = mutated(cluster.decode, daemon_code=daemon_mistake)
     second = DaemonProcess("prefill", "the filling daemon", folder / "q", ends_with_us=True)

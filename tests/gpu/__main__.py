@@ -7,24 +7,21 @@ Steps run side by side, the longest first; tests marked `alone` run after all ot
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import os
-import re
 import shutil
 import signal
 import sys
 import time
-from asyncio.subprocess import STDOUT
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbridge.kernels.cuda import runtime
 from tests.helpers.gpu import SMALL_VARIABLE, environment_for, reason_without_device
+from tests.run import environment, run_suite
 
 ROOT = Path(__file__).resolve().parents[2]
-GRACE_S = 15.0
 LEAST_S = 10.0
 """With less time than this a step is not begun."""
 NO_DEVICE = 2
@@ -69,43 +66,34 @@ def main() -> int:
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devices = named.split(",") if named else map(str, range(runtime.device_count()))
     run = Run(given.output.resolve(), given.chosen, given.at_once, tuple(devices))
-    bad = asyncio.run(run_all(steps, run))
+    bad = run_all(steps, run)
     print(f"\n{len(bad)} of {len(steps)} failed: {', '.join(bad)}" if bad else f"\nall {len(steps)} steps are good")
     return 1 if bad else 0
 
 
-async def run_all(steps: Sequence[Step], run: Run) -> list[str]:
+def run_all(steps: Sequence[Step], run: Run) -> list[str]:
     """Run the steps side by side, then those that run alone. Returns steps that failed and parts in which nothing passed."""
-    slots = asyncio.Semaphore(run.at_once)
     bad: list[str] = []
     looked: set[str] = set()
 
-    async def run_one(step: Step, number: int) -> None:
-        async with slots:
-            begun_s = time.monotonic()
-            verdict = await run_step(step, run, number)
-        printed = _log_of(step, run).read_text(errors="replace") if _log_of(step, run).exists() else ""
+    def run_one(step: Step, number: int = 0) -> None:
+        begun_s = time.monotonic()
+        verdict = run_step(step, run, number)
         if " passed" in verdict or verdict.startswith("skipped:"):
             looked.add(step.part)
         if verdict.startswith("failed"):
             bad.append(step.name)
-            print(f"\n=== {step.name} ===\n{printed}", flush=True)
         print(f"{step.name:<40} {time.monotonic() - begun_s:>5.0f} s  {verdict}", flush=True)
-        print(*(f"    {line}" for line in printed.splitlines() if line.startswith("SKIPPED")), sep="\n", flush=True)
 
-    async with asyncio.TaskGroup() as tasks:
-        for number, step in enumerate(step for step in steps if not step.alone):
-            tasks.create_task(run_one(step, number))
+    beside = [step for step in steps if not step.alone]
+    with ThreadPoolExecutor(run.at_once) as pool:
+        list(pool.map(run_one, beside, range(len(beside))))
     for step in (step for step in steps if step.alone):
-        await run_one(step, 0)
+        run_one(step)
     return bad + [f"{part}: no test passed" for part in sorted({step.part for step in steps} - looked)]
 
 
-def _log_of(step: Step, run: Run) -> Path:
-    return run.output / f"{step.name}.log"
-
-
-async def run_step(step: Step, run: Run, number: int = 0) -> str:
+def run_step(step: Step, run: Run, number: int) -> str:
     """Run one step to its end or its deadline; say how it went. `number` chooses the device that it sees as the first one."""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "compute-sanitizer"
     sanitizer = shutil.which("compute-sanitizer") or (str(toolkit) if toolkit.exists() else "")
@@ -115,8 +103,8 @@ async def run_step(step: Step, run: Run, number: int = 0) -> str:
     deadline_s = min(step.deadline_s, left_s)
     if deadline_s < LEAST_S:
         return "failed: not run, the steps before it took all the time"
-    log, report = _log_of(step, run), run.output / f"{step.name}.xml"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    report = run.output / f"{step.name}.xml"
+    report.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/plain.ini", "--rootdir", "."]
     command += ["-m", "gpu and alone" if step.alone else "gpu and not alone", "-q", f"--junitxml={report}"]
     chosen = " and ".join(f"({expression})" for expression in (step.chosen, run.chosen) if expression)
@@ -125,55 +113,24 @@ async def run_step(step: Step, run: Run, number: int = 0) -> str:
         # The API's errors are looked at by the code under test, which expects some of them.
         watch = [sanitizer, "--tool", step.tool, "--error-exitcode", str(SANITIZER_EXIT), "--report-api-errors", "no"]
         command = [*watch, "--target-processes", "application-only", *command]
-    code = await run_limited(command, deadline_s, _environment(step, run, number), log)
-    if code is None:
-        return f"failed: not done after {deadline_s:.0f} s"
-    if code == SANITIZER_EXIT:
+    outcome = run_suite(step.name, command, _environment(step, run, number), deadline_s)
+    if f"exit code {SANITIZER_EXIT}" in outcome.problems:
         return "failed: compute-sanitizer found errors (above)"
-    if code == NO_TEST_CHOSEN:
+    if outcome.problems == [f"exit code {NO_TEST_CHOSEN}"]:
         return "no test ran"
-    said = re.findall(
-        r"(?m)^.*\d+ \w+.* in [\d.]+s.*$", log.read_text(errors="replace")
-    )  # "3 passed, 1 skipped in 2.00s"
-    summary = said[-1].strip("= ") if said else ""
-    return f"failed: exit code {code}, {summary}" if code else summary
+    summary = outcome.told[-1].strip("= ") if outcome.told else ""  # "3 passed, 1 skipped in 2.00s"
+    return ", ".join((f"failed: {'; '.join(outcome.problems)}", summary)) if outcome.problems else summary
 
 
 def _environment(step: Step, run: Run, number: int) -> dict[str, str]:
-    found = environment_for(ROOT)
+    found = environment(run.at_once, "default") | environment_for(ROOT)
     found.setdefault("KVBRIDGE_ALLOW_MISSING_TRANSPORTS", "1")
-    # Tensor libraries take every core in every process otherwise.
-    found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // run.at_once)))
     if len(run.devices) > 1:
         first = number % len(run.devices)  # another device comes first each time
         found["CUDA_VISIBLE_DEVICES"] = ",".join(run.devices[first:] + run.devices[:first])
     if step.tool:
         found[SMALL_VARIABLE] = "1"
     return found
-
-
-async def run_limited(command: Sequence[str], deadline_s: float, environment: dict[str, str], log: Path) -> int | None:
-    """Run a command with all that it starts; return its exit code, None when it was ended at its deadline."""
-    with log.open("wb") as printed:
-        process = await asyncio.create_subprocess_exec(
-            *command, cwd=ROOT, env=environment, stdout=printed, stderr=STDOUT, start_new_session=True
-        )
-    try:
-        async with asyncio.timeout(deadline_s):
-            return await process.wait()
-    except TimeoutError:
-        return None
-    finally:
-        if (
-            process.returncode is None
-        ):  # as Ctrl-C: pytest then ends what its fixtures have started, and writes its report
-            os.killpg(process.pid, signal.SIGINT)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await process.wait()
-        with contextlib.suppress(ProcessLookupError):  # nothing of it is left
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
 
 
 TOTAL_S = 570.0

@@ -10,18 +10,17 @@ import torch
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.memory import adopted_region
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.pool.memory.layout import RankPart
 from tests.gpu.test_cuda_daemons import all_free, on_devices
 from tests.helpers.cluster import DaemonProcess, eventually, mutated
-from tests.helpers.gated_copies import Gate, gated_worker
+from tests.helpers.gated_copies import Gate
 from tests.helpers.gpu_children import child
 from tests.helpers.live_rooms import CLAIM_S, check_rows, nodes, write
 from tests.helpers.rank_harness import Case, Setting, draw_tables
-from tests.helpers.rank_pools import Form, Ranks
+from tests.helpers.rank_pools import EngineMemory, Form, Ranks
+from tests.helpers.zygote import installed
 
 pytestmark = pytest.mark.gpu
 TINY = preset("tiny-v4")
@@ -38,23 +37,11 @@ SETTING = Setting(
 )
 
 
-def engine_memory(pages, device, exclude):
-    rank = Rank(pp=0, tp=0)
-    part = RankPart.of(TINY, rank, pp_size=1, tp_size=1)
-    regions, tensors = [], []
-    for component, layers in part.components(TINY, exclude):
-        for layer in layers:
-            shape = pages[component.space], component.page_bytes() + 64
-            tensors.append(torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{device}"))
-            regions.append(adopted_region(component, layer, tensors[-1][:, : component.page_bytes()]))
-    return {rank: regions}, tensors
-
-
 def decode_into_own(pipe, runtime_dir, pages, exclude, device):
     """The target of a process: a decode engine with tensors of its own that takes each room it is told through its life."""
-    regions, tensors = engine_memory(pages, device, exclude)
+    memory = EngineMemory.make(TINY, Ranks(), pages, exclude=exclude, device=f"cuda:{device}")
     torch.cuda.synchronize(device)
-    with DecodeEngine.adopt(runtime_dir, regions) as engine:
+    with DecodeEngine.adopt(runtime_dir, memory.regions) as engine:
         pipe.send("there")
         while True:
             try:
@@ -69,13 +56,14 @@ def decode_into_own(pipe, runtime_dir, pages, exclude, device):
             check_rows(engine, claimed)
             claimed.release()
             pipe.send("released")
-    del tensors
+    del memory
 
 
 def test_engines_bring_their_own_tensors(device: int) -> None:
     adopted = {"memory": "adopted"}
-    theirs, source_tensors = engine_memory(SETTING.source_form.pages, device, frozenset())
-    ours, destination_tensors = engine_memory(SETTING.destination_form.pages, device, C4_KV)
+    where = {"device": f"cuda:{device}"}
+    theirs = EngineMemory.make(TINY, Ranks(), SETTING.source_form.pages, **where)
+    ours = EngineMemory.make(TINY, Ranks(), SETTING.destination_form.pages, exclude=C4_KV, **where)
     torch.cuda.synchronize(device)
     host = {"host": {"pages": SETTING.destination_form.pages[HOST]}}
     random = np.random.default_rng(5)
@@ -85,8 +73,8 @@ def test_engines_bring_their_own_tensors(device: int) -> None:
         for daemon in (running.prefill, running.decode):
             daemon.endpoint()
         with (
-            PrefillEngine.adopt(running.prefill.runtime_dir, theirs) as sender,
-            DecodeEngine.adopt(running.decode.runtime_dir, ours) as reader,
+            PrefillEngine.adopt(running.prefill.runtime_dir, theirs.regions) as sender,
+            DecodeEngine.adopt(running.decode.runtime_dir, ours.regions) as reader,
         ):
             running.wait_ready()
             for case in (Case(3), Case(130, (57,)), Case(1023, (333, 777), longest_run=3)):
@@ -101,7 +89,7 @@ def test_engines_bring_their_own_tensors(device: int) -> None:
                 claimed.release()
                 for engine in (sender, reader):
                     eventually("the end", lambda engine=engine: "completed" in {e.kind for e in engine.events(0.1)})
-    del source_tensors, destination_tensors
+    del theirs, ours
 
 
 def test_an_engine_that_brought_its_tensors_is_killed_while_copies_into_them_are_under_way(device: int) -> None:
@@ -116,7 +104,7 @@ def test_an_engine_that_brought_its_tensors_is_killed_while_copies_into_them_are
             on_devices(device) | {"pools": {"memory": "adopted"} | host},
             wait=False,
             change=lambda daemon: mutated(
-                daemon, worker_code=gated_worker(gate.path) if daemon.role == Role.PREFILL else ""
+                daemon, worker_code=installed("gated_copies", str(gate.path)) if daemon.role == Role.PREFILL else ""
             ),
         ) as running,
         ExitStack() as stack,

@@ -13,15 +13,13 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.core.plan.operations import Section
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier
-from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
-from tests.helpers.live_rooms import CLAIM_S, check_rows, cross, nodes, status
+from tests.helpers.live_rooms import CLAIM_S, check_rows, cross, fill, nodes, status
 from tests.helpers.rank_harness import Case
 
 pytestmark = pytest.mark.gpu
@@ -106,9 +104,7 @@ def test_nothing_is_sent_before_the_engines_gpu_has_written_it(running, sender, 
     for round_ in range(2):  # an event of the ring and its successor
         room = running.pair(tokens)["room"]
         begun = sender.begin(room, prompt_tokens=tokens)
-        whole = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
-        for views in sender.views.values():
-            synthetic.fill(views, room=room, tables=begun.tables, section=whole)
+        fill(sender, begun)
         pages = pages_of(sender)
         kept = [page.clone() for page in pages]
         for page in pages:

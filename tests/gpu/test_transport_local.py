@@ -19,6 +19,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory import gpu_memory
 from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport
 from kvbridge.transport.local.transport import LocalTransport
+from kvbridge.worker.rank import Pauses
 from tests.contract.harness import Backend, PeerProcess, wait
 from tests.helpers.gpu import SMALL
 from tests.helpers.gpu_children import child
@@ -232,8 +233,6 @@ def test_letting_go_of_a_peer_gives_everything_back(device: int, shm: Path) -> N
 
 PAGE_BYTES = 37_440
 LAYERS = 21
-POLL_PAUSE_S = 0.0001
-"""As the rank worker does between two rounds in which nothing moved."""
 MOVE_LIMIT_S = 60.0
 
 
@@ -247,6 +246,7 @@ class LocalTransportPair:
     process: PeerProcess
     page_bytes: int
     layers: int
+    pool_pages: int
     page_ids: np.ndarray
     target_ids: np.ndarray
 
@@ -255,7 +255,7 @@ class LocalTransportPair:
         return len(self.page_ids) * self.layers * self.page_bytes
 
     def operations(self) -> Operations:
-        layer_bytes = np.uint64(len(self.page_ids) * self.page_bytes)
+        layer_bytes = np.uint64(self.pool_pages * self.page_bytes)
         starts = np.arange(self.layers, dtype=np.uint64)[:, None] * layer_bytes
         page = np.uint64(self.page_bytes)
         sides = [(starts + ids.astype(np.uint64) * page).ravel() for ids in (self.page_ids, self.target_ids)]
@@ -268,24 +268,27 @@ class LocalTransportPair:
         operations = self.operations()
         begun_s = time.perf_counter()
         transfer = self.transport.submit(self.peer, operations, deadline_s=MOVE_LIMIT_S)
+        pauses = Pauses(time.monotonic, with_gpu=True)
+        pauses.sleep_precisely()
+        pauses.moved()
         while not (status := transfer.poll()).state.terminal:
-            time.sleep(POLL_PAUSE_S)
+            time.sleep(pauses.next_s())
         took_s = time.perf_counter() - begun_s
         assert status.state is TransferState.DONE, status
         return took_s
 
     def check(self) -> None:
-        shape = self.layers, len(self.page_ids), self.page_bytes
+        shape = self.layers, self.pool_pages, self.page_bytes
         source, target = self.source.read().reshape(shape), self.process.buffer.read().reshape(shape)
         assert np.array_equal(target[:, self.target_ids], source[:, self.page_ids]), "bytes differ"
 
 
 @contextlib.contextmanager
-def local_transport_pair(directory, destination, *, pages, page_first=False, settings=None):
+def local_transport_pair(directory, destination, *, pages, moved=None, page_first=False, settings=None):
     """From device 0 to a process's host pool in `directory`, or to its device memory (on the last device).
 
-    The host pool is registered with CUDA here before anything is moved. `page_first`: the layers of a page lie together in both
-    pools, and go as one operation.
+    The host pool is registered with CUDA here before anything is moved. `moved`: so many pages of each layer, all unless told.
+    `page_first`: the layers of a page lie together in both pools, and go as one operation.
     """
     given = settings or LocalSettings()
     layers, page_bytes = (1, LAYERS * PAGE_BYTES) if page_first else (LAYERS, PAGE_BYTES)
@@ -302,8 +305,8 @@ def local_transport_pair(directory, destination, *, pages, page_first=False, set
             process.buffer.fill(1)  # every page exists before anything is measured
             transport.register([source.memory()])
             peer = connect(transport, process.endpoint)
-            ids = rng.permutation(pages), rng.permutation(pages)
-            yield LocalTransportPair(transport, peer, source, process, page_bytes, layers, *ids)
+            ids = (rng.permutation(pages)[:moved] for _ in range(2))
+            yield LocalTransportPair(transport, peer, source, process, page_bytes, layers, pages, *ids)
         finally:
             transport.close()
             source.close()

@@ -19,8 +19,8 @@ from kvbridge.cli.local_cluster import (
     plan_cluster,
     transport_section,
 )
-from tests.helpers.faulty_transport import faulty_worker
-from tests.helpers.zygote import FORKED
+from tests.helpers.faulty_transport import FaultySettings
+from tests.helpers.zygote import FORKED, installed
 
 __all__ = ["START_S", "Cluster", "DaemonProcess", "cluster", "daemon_config", "eventually", "transport_section"]
 
@@ -128,6 +128,10 @@ class MutatedDaemon(DaemonProcess):
         if self.worker_code:
             code += _WORKER_TOO.format(code=FORKED + self.worker_code + _AS_WORKER)
         return super().launch([command[0], "-c", code + _AS_DAEMON, *command[4:]], piped=piped, environment=environment)
+
+
+def faulty_worker(faults: Mapping[str, Any]) -> str:
+    return installed("faulty_transport", FaultySettings.model_validate(faults).model_dump_json())
 
 
 def mutated(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str = "") -> DaemonProcess:

@@ -13,8 +13,8 @@ from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Peer, Transfer, TransferStatus, Transport
 from kvbridge.worker import lifecycle
+from tests.helpers.zygote import installed
 
-ROOT = Path(__file__).resolve().parents[2]
 PAUSE_S = 0.001
 
 
@@ -29,17 +29,10 @@ class CutSettings(FrozenModel):
 
 
 def cut_worker(*cuts: CutSettings) -> str:
-    """Code that a rank worker's process runs first; see `mutated_daemon`."""
-    told = [cut.model_dump_json() for cut in cuts]
-    return f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from tests.helpers.cut_paths import install
-install({told!r})
-"""
+    return installed("cut_paths", *(cut.model_dump_json() for cut in cuts))
 
 
-def install(told: list[str]) -> None:
+def install(*told: str) -> None:
     cuts = {settings.transport: Cut(settings) for settings in map(CutSettings.model_validate_json, told)}
     create = lifecycle.create_transport
 

@@ -3,10 +3,8 @@
 import ctypes
 import mmap
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,7 +20,6 @@ from kvbridge.transport.base import Peer, Transfer, TransferState, TransferStatu
 from kvbridge.worker import lifecycle
 
 DEATH_EXIT_CODE = 86
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Fate(Enum):
@@ -69,17 +66,6 @@ def install(faults: str) -> None:
         return FaultyTransport(create(name, transports, epoch=epoch), settings)
 
     lifecycle.create_transport = create_faulty
-
-
-def faulty_worker(faults: Mapping[str, Any]) -> str:
-    """Code that a rank worker's process runs first to have such transports; see `mutated_daemon`."""
-    content = FaultySettings.model_validate(faults).model_dump_json()
-    return f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from tests.helpers.faulty_transport import install
-install({content!r})
-"""
 
 
 class FaultyTransport:

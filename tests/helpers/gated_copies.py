@@ -11,7 +11,6 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.local.gpu import CopyStream
 
-ROOT = Path(__file__).resolve().parents[2]
 OPEN = 0x7FFF_0000
 """More slices than any test has copied."""
 LOOK_AGAIN_S = 0.005
@@ -84,13 +83,3 @@ def install(path: str) -> None:
         start(stream, operations)
 
     CopyStream.start = gated  # type: ignore[method-assign]
-
-
-def gated_worker(path: Path) -> str:
-    """Code that a rank worker's process runs first to have such copies; see `mutated_daemon`."""
-    return f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from tests.helpers.gated_copies import install
-install({str(path)!r})
-"""

@@ -22,10 +22,10 @@ from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from tests.helpers import synthetic
-from tests.helpers.rank_pools import DestinationProcess, Form, NodePools, Ranks, WorkerThread, stop_all
+from tests.helpers.rank_pools import CANARY, DestinationProcess, Form, NodePools, Ranks, WorkerThread, stop_all
 from tests.helpers.rooms import all_rows, lane_rows
 
-SOURCE_COLOUR, CANARY = 0, 0xC5
+SOURCE_COLOUR = 0
 TRANSFER_TIMEOUT_S = 20.0
 PEER = "destination"
 

@@ -18,16 +18,19 @@ import torch
 from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
+from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import split_rows
 from kvbridge.core.wire import worker_messages
 from kvbridge.core.wire.messages import Heartbeat, RankDescription
+from kvbridge.engine.memory import adopted_region
 from kvbridge.engine.views import PoolViews, RegionView, place_rows
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.worker.lifecycle import serve_rank
 
 SCAN_BYTES = 1 << 20
+CANARY = 0xC5
 NO_KINDS: frozenset[ComponentKind] = frozenset()
 UNCUT = Chunking()
 
@@ -208,6 +211,34 @@ class NodePools:
             )
             for part, pool in zip(self._parts, self._device, strict=True)
         ]
+
+
+@dataclass
+class EngineMemory:
+    """Tensors of an engine's own, of the colour `CANARY`, for all ranks of its node."""
+
+    regions: dict[Rank, list[Region]]
+    tensors: list[torch.Tensor]
+
+    @classmethod
+    def make(cls, geometry, ranks, pages, *, exclude=frozenset(), in_host=frozenset(), device="cpu"):
+        made = cls({}, [])
+        for rank in ranks.all:
+            part = RankPart.of(geometry, rank, pp_size=ranks.pp, tp_size=ranks.tp)
+            made.regions[rank] = []
+            for component, layers in part.components(geometry, exclude):
+                is_host = component.kind in in_host
+                # Rows of a larger tensor, as engines have them: the stride is not the page.
+                shape = pages[IndexSpace.HOST if is_host else component.space], component.page_bytes() + 64
+                for layer in layers:
+                    made.tensors.append(tensor := torch.full(shape, CANARY, dtype=torch.uint8, device=device))
+                    mine = tensor[:, : component.page_bytes()]
+                    made.regions[rank].append(adopted_region(component, layer, mine, in_host=is_host))
+        return made
+
+    @property
+    def memory(self) -> list[npt.NDArray[np.uint8]]:
+        return [tensor.reshape(-1).numpy() for tensor in self.tensors]
 
 
 def complete_pages(component: Component, table: PageTable, start_row: int, stop_row: int) -> list[int]:

@@ -1,6 +1,7 @@
 """A model alone, and the same model with its C4 rows in host pages: sparse decode and what it is compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvbridge.engine.adapters import transformers
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, read_parts, reencoded
 from kvbridge.sparse import SparseCache
 from tests.helpers.sparse_reference import SelectedAttention, reencoding_cache
+from tests.helpers.sparse_simulation import check_tables
 from tests.helpers.torch_pools import Form, Pools, engine_of, load_config, make_pools, part, prompt_tokens
 
 C4 = ComponentKind.C4_KV
@@ -103,3 +105,45 @@ def admitted(
     tables = pools.tables if host is None else {**pools.tables, IndexSpace.HOST: host}
     read = read_parts(DecodeRoom(engine_of(pools), 1, 1, tokens, tables).parts())
     return SparseRequest(decoder, slot, decoder.admit(slot, tables, read, tokens=tokens))
+
+
+@contextmanager
+def decoding(
+    scene: SparseModelPair, pools: Pools, *, hot_rows: int = 64, max_tokens: int = 2300, **more: int
+) -> Iterator[transformers.SparseDecoder]:
+    with (
+        scene.store(pools, hot_rows=hot_rows, max_tokens=max_tokens, **more) as store,
+        transformers.SparseDecoder(scene.model, scene.codec, store) as decoder,
+    ):
+        yield decoder
+
+
+def check_past_many_evictions(scene: SparseModelPair, steps: int, hot_rows: int) -> None:
+    """Logits are those of the model alone, and pages that became complete are on the host, byte for byte."""
+    tokens = 2049
+    prefill = scene.prefill(tokens, offset=97)
+    alone = scene.alone(prefill, steps)
+    pools = scene.pools(prefill, steps=steps)
+    with decoding(scene, pools, hot_rows=hot_rows) as decoder:
+        logits = admitted(decoder, pools, 1, tokens=tokens).feed(alone.tokens)
+        check_tables(decoder.store)
+        counts = decoder.store.counts(1)
+    assert torch.equal(logits, alone.logits)
+    assert counts.evicted > 10 * hot_rows
+    assert counts.hits > 0
+    complete = (tokens + steps) // 4 // 64 * 64
+    assert complete >= tokens // 4
+    for layer in scene.c4.layers:
+        entries = scene.host_entries(pools, layer, pools.tables, start=0, stop=complete)
+        assert torch.equal(entries, alone.entries(layer)[:complete])
+
+
+def check_newest_rows(scene: SparseModelPair, tokens: int) -> None:
+    """The newest rows are right from the first step, with as few hot rows as there can be, and nothing loaded before."""
+    prefill = scene.prefill(tokens, offset=tokens)
+    alone = scene.alone(prefill, 9)
+    pools = scene.pools(prefill, steps=9)
+    with decoding(scene, pools, preload_rows=0) as decoder:
+        logits = admitted(decoder, pools, 0, tokens=tokens).feed(alone.tokens)
+        check_tables(decoder.store)
+    assert torch.equal(logits, alone.logits)

@@ -33,6 +33,13 @@ PRELOADED = [f"kvbridge.{module}" for module in (*_DAEMONS, "worker.lifecycle", 
 MODULES = {"kvbridge", "kvbridge.worker.process", "kvbridge.tier.stores.process", "tests.helpers.transport_peer"}
 FORKED = "# to be forked\n"
 """Code for `python -c` that begins so is run in a fork, too."""
+
+
+def installed(module: str, *told: str) -> str:
+    """Code that a rank worker's process runs first (`mutated`): `install` of a helper of tests, with these texts."""
+    return f"import sys; sys.path.insert(0, {ROOT!r})\nfrom tests.helpers.{module} import install\ninstall(*{told!r})\n"
+
+
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 NAME = "kvb-of-a-daemon"
 """Name of processes that are no child of ours, unless their daemon died in the moment in which we were a subreaper."""

@@ -6,29 +6,24 @@ daemons in between that must not mix anything up.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from kvbridge.core.errors import InvalidInputError, RoomFailedError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
-from kvbridge.core.ids import IndexSpace, Rank, Tables
+from kvbridge.core.ids import IndexSpace, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-from kvbridge.engine.memory import adopted_region
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
-from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import Cluster, cluster, eventually, live_rows_only
 from tests.helpers.live_rooms import check_rows, ends, live_cluster, metric, report, write
 from tests.helpers.matrices import kept
-from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables
-from tests.helpers.rank_pools import Canvas, Form, Ranks
+from tests.helpers.rank_harness import Case, Setting, draw_tables
+from tests.helpers.rank_pools import CANARY, Canvas, EngineMemory, Form, Ranks
 
 TINY = preset("tiny-v4")
 FULL, SWA, REQUEST, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST
@@ -144,32 +139,6 @@ def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport
         assert phases["digest"] > 0, "prefill computed nothing"
         assert phases["verify"] >= phases["verify_busy"] > 0, "decode computed nothing"
         live.serves()
-
-
-@dataclass
-class EngineMemory:
-    regions: dict[Rank, list[Region]]
-    tensors: list[torch.Tensor]
-
-    @classmethod
-    def make(cls, geometry, ranks, pages, *, exclude=frozenset(), in_host=frozenset()):
-        made = cls({}, [])
-        for rank in ranks.all:
-            part = RankPart.of(geometry, rank, pp_size=ranks.pp, tp_size=ranks.tp)
-            made.regions[rank] = []
-            for component, layers in part.components(geometry, exclude):
-                is_host = component.kind in in_host
-                # Rows of a larger tensor, as engines have them: the stride is not the page.
-                shape = pages[HOST if is_host else component.space], component.page_bytes() + 64
-                for layer in layers:
-                    made.tensors.append(tensor := torch.full(shape, CANARY, dtype=torch.uint8))
-                    mine = tensor[:, : component.page_bytes()]
-                    made.regions[rank].append(adopted_region(component, layer, mine, in_host=is_host))
-        return made
-
-    @property
-    def memory(self) -> list[npt.NDArray[np.uint8]]:
-        return [tensor.reshape(-1).numpy() for tensor in self.tensors]
 
 
 SETTING = Setting(

@@ -16,7 +16,6 @@ import torch
 
 from kvbridge.core.errors import DetachedError
 from kvbridge.core.ids import MemoryKind, Rank
-from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import StreamPoint
 from kvbridge.engine.base import Engine
@@ -24,9 +23,8 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.gpu_memory import EventRing, StreamPoints
-from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
-from tests.helpers.live_rooms import all_free, busy_pages, check_rows, cross, ends, http, nodes, write
+from tests.helpers.live_rooms import all_free, busy_pages, check_rows, cross, ends, fill, http, nodes, write
 from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import Case
 from tests.helpers.stand_in_cuda import cuda_stand_in
@@ -126,9 +124,7 @@ def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_pub
         begun.finish()
         # Everything is published, and nothing is written yet.
         assert reader.events(1.0) == []
-        whole = Section(prompt_tokens=700, start_token=0, stop_token=700)
-        for views in sender.views.values():
-            synthetic.fill(views, room=room, tables=begun.tables, section=whole)
+        fill(sender, begun)
         gpu.events_reached = True
         own.catch_up()
         claimed = reader.claim(room, timeout_s=WAIT_S)

@@ -1,7 +1,6 @@
 """Metrics and logs of a real pair, compared with the bytes that went over and with the time."""
 
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,15 +12,13 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.telemetry.metrics import PHASES
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually, live_rows_only
-from tests.helpers.live_rooms import http
+from tests.helpers.live_rooms import CLAIM_S, check_rows, http, write
 from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import Case
 
 TINY = preset("tiny-v4")
 CASES = (Case(700), Case(130, (57,)), Case(1023, (333, 777)))
-CLAIM_S = 20.0
 SCRAPE = {"Accept": "application/openmetrics-text; version=1.0.0"}
 
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -50,31 +47,21 @@ def of(found: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
 
 
 def move(running: Cluster, case: Case, engines: tuple[PrefillEngine, DecodeEngine], request_id: str) -> dict[str, Any]:
-    """One request from its ticket to its release; what it took and what went over, measured here."""
+    """One request from its ticket to its release; returns what went over, measured here."""
     sender, reader = engines
     asked = {"prompt_tokens": case.tokens, "max_new_tokens": 1}
     headers = {"X-Request-Id": request_id}
     answer = http("POST", running.bootstrap, "/v1/requests", json=asked, headers=headers)
     assert (answer.status_code, answer.headers["x-request-id"]) == (201, request_id)
     room = answer.json()["room"]
-    begun = sender.begin(room, prompt_tokens=case.tokens)
-    begun_s = time.monotonic()
-    for section in case.sections(range(TINY.layer_count)):
-        for views in sender.views.values():
-            synthetic.fill(views, room=room, tables=begun.tables, section=section)
-        begun.publish(section.stop_token)
-    begun.finish()
+    write(sender, room, case)
     claimed = reader.claim(room, timeout_s=CLAIM_S)
-    took_s = time.monotonic() - begun_s
-    for rank, views in reader.views.items():
-        assert not synthetic.compare(views, room=room, tables=claimed.tables, tokens=case.tokens).mismatches, rank
+    check_rows(reader, claimed)
     claimed.release()
     return {
         "room": room,
         "bytes": {kind.value: amount.bytes for kind, amount in claimed.amounts.items()},
         "rows": {kind.value: amount.lane_rows for kind, amount in claimed.amounts.items()},
-        "took_s": took_s,
-        "phases_s": claimed.phases_s,
     }
 
 

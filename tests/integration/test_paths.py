@@ -19,15 +19,14 @@ from kvbridge.engine.prefill import PrefillEngine
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import Cluster, cluster, eventually, mutated
 from tests.helpers.cut_paths import CutSettings, cut_worker
-from tests.helpers.live_rooms import all_free, check_rows, ends, http, metric, status, write
+from tests.helpers.live_rooms import all_free, check_rows, ends, fill, http, metric, status
 from tests.helpers.matrices import kept
-from tests.helpers.rank_harness import Case
 
 RANK = "pp0.tp0"
-CASE = Case(20_000)
+TOKENS = 20_000
 ADDRESSES = {"mooncake": "127.0.0.2", "nixl": "127.0.0.1"}
 ORDERS = [("mooncake", "nixl"), kept((("nixl", "mooncake"),), False)]
-LOOK_S = 60.0
+LOOK_S = 120.0
 SOON_AGAIN = "\nfrom kvbridge.worker import peers\npeers.RETRY_S = 0.5\n"
 
 
@@ -39,15 +38,24 @@ class Stage:
     sender: PrefillEngine
     reader: DecodeEngine
     flag: Path
+    tokens: int
     last: int = 0
+    """The number of the last room."""
 
-    def cross(self) -> int:
-        room = self.last = int(self.running.pair(CASE.tokens)["room"])
-        write(self.sender, room, CASE)
-        claimed = self.reader.claim(room, timeout_s=60)
-        check_rows(self.reader, claimed)
+    def cross(self, *, compared: bool = True) -> float:
+        """Send a room and compare its bytes; returns the seconds from the publication to the claim."""
+        self.last = int(self.running.pair(self.tokens)["room"])
+        begun = self.sender.begin(self.last, prompt_tokens=self.tokens)
+        fill(self.sender, begun)
+        begun_s = time.monotonic()
+        begun.publish(self.tokens)
+        begun.finish()
+        claimed = self.reader.claim(self.last, timeout_s=LOOK_S)
+        took_s = time.monotonic() - begun_s
+        if compared:
+            check_rows(self.reader, claimed)
         claimed.release()
-        return room
+        return took_s
 
     def crosses(self) -> bool:
         """The same; whether it has arrived."""
@@ -62,9 +70,9 @@ class Stage:
         self.flag.touch()
         ends_at_s = time.monotonic() + LOOK_S
         while time.monotonic() < ends_at_s:
-            room = self.cross()
+            self.cross()
             if self.problems():
-                return room
+                return self.last
         raise AssertionError(f"no path was lost in {LOOK_S:g} s")
 
     def problems(self) -> list[dict[str, Any]]:
@@ -86,13 +94,20 @@ class Stage:
 
 
 @contextmanager
-def stage(order: tuple[str, ...], folder: Path, *cut: str) -> Iterator[Stage]:
+def stage(
+    order: tuple[str, ...],
+    folder: Path,
+    *cut: str,
+    model: str = "tiny-v4",
+    tokens: int = TOKENS,
+    after_share: float = 0.2,
+) -> Iterator[Stage]:
     """A pair that has the transports of `order`; the first of `cut` says when, and all of them are cut then."""
     for name in order:
         require_library(BACKENDS[name])
     flag = folder / "flag"
     settings = CutSettings(
-        transport=cut[0], addresses=tuple(ADDRESSES[name] for name in cut), after_share=0.2, flag=str(flag)
+        transport=cut[0], addresses=tuple(ADDRESSES[name] for name in cut), after_share=after_share, flag=str(flag)
     )
     section = {
         "order": list(order),
@@ -107,18 +122,18 @@ def stage(order: tuple[str, ...], folder: Path, *cut: str) -> Iterator[Stage]:
     with ExitStack() as stack:
         running = stack.enter_context(
             cluster(
-                {"preset": "tiny-v4"},
+                {"preset": model},
                 transport=order[0],
                 prefill={"transports": section},
                 decode={"transports": section},
-                pages={"full": 128, "swa": 64, "request": 8},
-                host_pages=128,
+                pages={"full": tokens // 256 + 48, "swa": 64, "request": 8},
+                host_pages=tokens // 256 + 48,
                 change=change,
             )
         )
         sender = stack.enter_context(PrefillEngine.attach(running.prefill.runtime_dir))
         reader = stack.enter_context(DecodeEngine.attach(running.decode.runtime_dir))
-        made = Stage(running, sender, reader, flag)
+        made = Stage(running, sender, reader, flag, tokens)
         made.cross()
         eventually("both paths", lambda: made.paths() == order, LOOK_S)
         yield made

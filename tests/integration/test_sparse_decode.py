@@ -1,6 +1,5 @@
 """A real model that decodes with a hot buffer gives the very logits of the model alone in the same arithmetic."""
 
-from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -13,12 +12,17 @@ from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, SparseDecoder, SparseLayer
 from tests.helpers.matrices import kept, one_in
-from tests.helpers.sparse_model import C4, SparseModelPair, admitted
+from tests.helpers.sparse_model import (
+    C4,
+    SparseModelPair,
+    admitted,
+    check_newest_rows,
+    check_past_many_evictions,
+    decoding,
+)
 from tests.helpers.sparse_reference import foreign_processor
 from tests.helpers.sparse_simulation import check_tables
 from tests.helpers.torch_pools import follow, part, prompt_tokens
-
-STEPS = 120
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,34 +37,10 @@ def scene():
     return SparseModelPair()
 
 
-@contextmanager
-def decoding(scene, pools, *, hot_rows=64, max_tokens=2300, **more):
-    with (
-        scene.store(pools, hot_rows=hot_rows, max_tokens=max_tokens, **more) as store,
-        SparseDecoder(scene.model, scene.codec, store) as decoder,
-    ):
-        yield decoder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hot_rows", [64, kept(128, False)])
 def test_a_hundred_steps_past_many_evictions(scene, hot_rows):
-    prefill = scene.prefill(2049, offset=97)
-    alone = scene.alone(prefill, STEPS)
-    pools = scene.pools(prefill, steps=STEPS)
-    with decoding(scene, pools, hot_rows=hot_rows) as decoder:
-        logits = admitted(decoder, pools, 1, tokens=2049).feed(alone.tokens)
-        check_tables(decoder.store)
-        counts = decoder.store.counts(1)
-    assert torch.equal(logits, alone.logits)
-    assert counts.evicted > 10 * hot_rows
-    assert counts.hits > 0
-    # Pages that became complete are on the host, byte for byte; what the prompt brought is untouched.
-    complete = (2049 + STEPS) // 4 // 64 * 64
-    assert complete >= 2049 // 4
-    for layer in scene.c4.layers:
-        entries = scene.host_entries(pools, layer, pools.tables, start=0, stop=complete)
-        assert torch.equal(entries, alone.entries(layer)[:complete])
+    check_past_many_evictions(scene, 120, hot_rows)
 
 
 @pytest.mark.slow
@@ -82,14 +62,8 @@ def test_quantised_rows_on_any_processor(seed):
 
 @pytest.mark.parametrize("tokens", one_in(3, [1, 2, 5, 3, 4, 7, 252, 127, 253, 255, 256, 511, 257, 258, 514, 260, 259]))
 def test_the_newest_rows_are_right_from_the_first_step(scene, tokens):
-    """At every remainder of a block and of a page; with as few hot rows as there can be, and nothing loaded before."""
-    prefill = scene.prefill(tokens, offset=tokens)
-    alone = scene.alone(prefill, 9)
-    pools = scene.pools(prefill, steps=9)
-    with decoding(scene, pools, preload_rows=0) as decoder:
-        logits = admitted(decoder, pools, 0, tokens=tokens).feed(alone.tokens)
-        check_tables(decoder.store)
-    assert torch.equal(logits, alone.logits)
+    """At every remainder of a block and of a page."""
+    check_newest_rows(scene, tokens)
 
 
 @pytest.mark.slow

@@ -4,9 +4,11 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -21,16 +23,74 @@ from kvbridge.cli.main import app
 from kvbridge.cli.signals import Interrupts
 from kvbridge.cli.up import ConfiguredDaemon, ForegroundCluster, read_cluster
 from tests.helpers.cluster import eventually
+from tests.helpers.local_servers import held_ports
 from tests.helpers.matrices import kept
-from tests.helpers.tried_cluster import END_S, TriedCluster, short_folder
+
+SAID_S, END_S = 90.0, 60.0
+KVBRIDGE = (sys.executable, "-m", "kvbridge")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+class TriedCluster:
+    """A newcomer's cluster: a directory that `kvbridge init` wrote, `kvbridge up` on it, and what that printed."""
+
+    def __init__(self, folder: Path, ports: Sequence[int]) -> None:
+        self.folder = folder
+        self._where = {"cwd": folder.parent, "text": True}
+        self.ports = dict(zip(("bootstrap", "prefill", "decode"), ports, strict=True))
+
+    def init(self, *arguments: str) -> None:
+        told = self.run("init", str(self.folder), "--one-host", *arguments)
+        assert told.returncode == 0, told.stderr
+        moved = dict(zip(("7900", "7901", "7902"), map(str, self.ports.values()), strict=True))
+        for file in self.folder.glob("*.yaml"):
+            file.write_text(re.sub("790[012]", lambda found: moved[found[0]], file.read_text()))
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self._run([*KVBRIDGE, *arguments], SAID_S + END_S)
+
+    def _run(self, command: list[str], limit_s: float) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, **self._where, capture_output=True, timeout=limit_s, check=False)
+
+    @contextmanager
+    def up(self) -> Iterator[subprocess.Popen[str]]:
+        # Ctrl-C reaches it, though tests may run in the background, where it is ignored.
+        command = ["env", "--default-signal=INT", *KVBRIDGE, "up", str(self.folder)]
+        with (
+            (self.folder / "said").open("w") as output,
+            subprocess.Popen(command, **self._where, stdout=output, stderr=subprocess.STDOUT) as process,
+        ):
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+                process.wait(END_S)
+
+    def url(self, role: str) -> str:
+        return f"http://127.0.0.1:{self.ports[role]}"
+
+    def said(self, text: str) -> str:
+        found = self.folder / "said"
+        try:
+            eventually(text, lambda: text in found.read_text(), timeout_s=SAID_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; said:\n{found.read_text()}") from None
+        return found.read_text()
+
+    def move_a_request(self) -> None:
+        """Do in a shell what `up` says to try, and check what decode's engine has read."""
+        steps = re.search(r"^  room=.*wait$", self.said("Ctrl-C drains"), re.MULTILINE | re.DOTALL)
+        assert steps
+        done = self._run(["bash", "-ec", steps[0]], SAID_S)
+        assert done.stdout.startswith("swa_kv layer 5 (128, 104) {5}"), (done.stdout, done.stderr)
+
+
 @pytest.fixture
 def tried() -> Iterator[TriedCluster]:
-    with short_folder() as folder:
-        yield TriedCluster(folder / "c")
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder, held_ports(3) as ports:
+        yield TriedCluster(Path(folder) / "c", ports)
 
 
 def test_from_nothing_to_a_request_with_keys(tried: TriedCluster) -> None:

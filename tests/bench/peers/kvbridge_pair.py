@@ -18,12 +18,10 @@ from kvbridge.cli.local_cluster import DaemonProcess, wait_all_ready, wait_ended
 from kvbridge.config.pools import PrefillPools
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Tables
-from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
-from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually
-from tests.helpers.live_rooms import check_rows, control_of
+from tests.helpers.live_rooms import check_rows, control_of, fill as fill_rows
 
 MODEL = "deepseek-v4-flash"
 LAYOUT = str(PrefillPools.model_fields["device_layout"].default)
@@ -115,9 +113,7 @@ class KvbridgePair:
         self._sender.admit(room, prompt_tokens=tokens)
         self._begun = self._sender.begin(room, prompt_tokens=tokens)
         if fill:
-            whole = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
-            for views in self._sender.views.values():
-                synthetic.fill(views, room=room, tables=self._begun.tables, section=whole)
+            fill_rows(self._sender, self._begun)
         return room
 
     def _admit(self, room: int, tokens: int) -> None:
