@@ -122,6 +122,10 @@ ONCE_A_PROCESS = {
     "kvbridge.kernels.digest._devices",  # compiled kernels
     "kvbridge.transport.mooncake.library._process_environment",  # settings that the library reads once
     "kvbridge.transport.nixl.agent._process_settings",  # settings that the library reads once
+    # Locks of device memory, by their name in each module:
+    "kvbridge.transport.local.host.PROCESS_LOCK_FILES",
+    "kvbridge.transport.local.transport.PROCESS_LOCK_FILES",
+    "kvbridge.worker.lifecycle.PROCESS_LOCK_FILES",
 }
 """Module state that is meant to outlive a test."""
 OURS = ("kvbridge.", "tests.helpers.")
