@@ -10,8 +10,7 @@ from kvbridge.api.directory import InstanceView
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role
 from kvbridge.core.prefixes import Evicted, ModelIdentity
 from kvbridge.pool.accounts.book import PageState
-from kvbridge.telemetry.problems import Moment, Problem
-from kvbridge.telemetry.recent import PeerTraffic
+from kvbridge.telemetry.recent import Moment, PeerTraffic, Problem
 
 
 class Readiness(FrozenModel):

@@ -41,7 +41,7 @@ from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.facts import PairingEnded, PrefixGuessed
 from kvbridge.telemetry.metrics import INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS, READY, ROOMS
-from kvbridge.telemetry.problems import Problems, Tally
+from kvbridge.telemetry.recent import Problems, Tally
 from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)

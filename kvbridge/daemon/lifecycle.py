@@ -25,7 +25,7 @@ from kvbridge.http.server import Application, HttpServer
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
 from kvbridge.telemetry.facts import EventStream
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.recent import Recent
+from kvbridge.telemetry.record import NodeRecord
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import SpanReader
 
@@ -162,11 +162,11 @@ class Daemon:
         names: Mapping[str, str],
         events: EventStream,
         parts: Mapping[RoomState, str] | None = None,
-        recent: Recent | None = None,
+        rooms: NodeRecord | None = None,
     ) -> None:
         """Send spans of facts from now on, if the configuration names a collector.
 
-        `names` say which daemon it is; `parts` and `recent` are those of the role's rooms. Raises ConfigError when the extra is not
+        `names` say which daemon it is; `parts` and `rooms` are as for `SpanReader`. Raises ConfigError when the extra is not
         installed.
         """
         if not config.endpoint:
@@ -183,7 +183,7 @@ class Daemon:
         self._export.use_headers(headers.current)
         headers.on_change = self._export.use_headers
         self.begin_trace = begin_with(config.sampled_ratio)
-        events.add_reader(SpanReader(self._export.record, parts, recent).table)
+        events.add_reader(SpanReader(self._export.record, parts, rooms).table)
 
     async def _close_traces(self) -> None:
         export, self._export = self._export, None

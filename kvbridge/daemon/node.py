@@ -67,7 +67,7 @@ class NodeDaemon(Daemon):
         parts, config = self.parts, self.parts.config
         require_memory_directory(config, parts.layout)
         role, names = parts.identity.role, parts.identity._asdict()
-        self.open_traces(config.telemetry.traces, names, parts.events, PARTS[role], parts.recent)
+        self.open_traces(config.telemetry.traces, names, parts.events, PARTS[role], parts.record)
         group = None if config.runtime_group is None else group_number(config.runtime_group)
         prepare_runtime_directory(config.runtime_dir, group)
         parts.workers.open(parts.identity.incarnation)

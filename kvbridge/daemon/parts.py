@@ -26,8 +26,7 @@ from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.telemetry.facts import EventStream
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import PHASES, RECEIVED, SENT
-from kvbridge.telemetry.readers import NodeReader
-from kvbridge.telemetry.recent import Recent
+from kvbridge.telemetry.record import NodeRecord
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.tier.copies import copy_backend
 from kvbridge.tier.host_copies import BackupController
@@ -49,10 +48,8 @@ class NodeParts:
         self.metrics = self._metrics()
         self.seldom = Seldom(self.metrics.line_left_out)
         """Limits log lines that strangers, or many rooms, can cause."""
-        self.recent = Recent()
         self.events = EventStream()
-        for table in (*NodeReader(self.metrics, self.seldom).tables, self.recent.table):
-            self.events.add_reader(table)
+        self.record = NodeRecord(self.events, self.metrics, self.seldom)
         layers = {rank: part.layers for rank, part in self.layout.parts.items()}
         self.workers = WorkerSet(config, layers, self.events, self.seldom)
         self.engines = Engines(tuple(layers), self.events, settle_s=config.timeouts.engine_settle_s)

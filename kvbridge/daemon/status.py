@@ -124,8 +124,8 @@ class NodeOverview:
             kept_pools=None if kept is None else KeptPoolsStatus.model_validate(kept, from_attributes=True),
             store=None if parts.stored is None else parts.stored.status(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
-            problems=parts.recent.problems.lately(),
-            traffic=parts.recent.traffic,
+            problems=parts.record.problems.lately(),
+            traffic=parts.record.traffic,
             fence=self._peers.fence(),
         )
 
@@ -139,16 +139,14 @@ class NodeOverview:
             unread_pages=len(device) - device.pinned,
             readers=prefixes.readers,
             evicted_pages=dict(prefixes.gone()),
-            hit_tokens=self._parts.recent.hit_tokens,
-            miss_tokens=self._parts.recent.miss_tokens,
-            host_tokens=self._parts.recent.host_tokens,
+            **{f"{kind}_tokens": self._parts.record.matched[kind] for kind in ("hit", "miss", "host")},
             checkpoints=device.checkpoint_count,
             retained_pages=dict(prefixes.retained().most_common(8)),
             retention_refused=prefixes.retention_refused,
         )
 
     def _host_tier(self) -> HostTierStatus | None:
-        prefixes, backups, copies = self._parts.prefixes, self._parts.backups, self._parts.recent.copies
+        prefixes, backups, copies = self._parts.prefixes, self._parts.backups, self._parts.record.copies
         if prefixes is None or backups is None:
             return None
         where, copied, loaded = prefixes.residency(), copies["backup"], copies["load_back"]
@@ -205,7 +203,7 @@ class NodeOverview:
 
     def page(self) -> Document:
         """Return the document of the status page: the status, and some rooms of each state."""
-        now_s, recent = time.monotonic(), self._parts.recent
+        now_s, recent = time.monotonic(), self._parts.record
         rooms = [
             {
                 "room": room,
@@ -231,7 +229,7 @@ class NodeOverview:
 
     def timeline(self, room: int, generation: int | None) -> RoomTimeline:
         """Return the timeline of a room, by default of the newest attempt. Raises UnknownRoomError."""
-        found = self._parts.recent.of(room, generation)
+        found = self._parts.record.of(room, generation)
         if found is None:
             which = f"room {room}" if generation is None else f"room {room} in generation {generation}"
             raise UnknownRoomError(f"{which} has no timeline here: it was never admitted, or ended and was forgotten")
@@ -270,7 +268,7 @@ class NodeOverview:
 
     def _sent_bytes(self) -> dict[str, int]:
         """Return the bytes sent to each instance: not a part of `load`, which is called many times a second."""
-        traffic, found = self._parts.recent.traffic, Counter[str]()
+        traffic, found = self._parts.record.traffic, Counter[str]()
         for peer in self._peers.status():
             if isinstance(peer, DecodeNodeStatus) and peer.incarnation in traffic:
                 found[peer.instance] += traffic[peer.incarnation].sent_bytes

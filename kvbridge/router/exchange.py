@@ -37,7 +37,7 @@ from kvbridge.router.bodies import (
 from kvbridge.router.servers import Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
-from kvbridge.telemetry.problems import Tally
+from kvbridge.telemetry.recent import Tally
 from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)

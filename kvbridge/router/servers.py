@@ -25,7 +25,7 @@ from kvbridge.config.schema import RouterTimeouts
 from kvbridge.core.errors import BridgeError, NotReadyError, PeerError, UnauthorizedError
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import SGLANG_INFO, Asked, Body, Directory, sglang_directory
-from kvbridge.telemetry.problems import Problems
+from kvbridge.telemetry.recent import Problems
 
 log = structlog.get_logger(__name__)
 

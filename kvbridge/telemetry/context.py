@@ -1,7 +1,7 @@
-"""The ids by which log lines, samples and spans of several processes belong together.
+"""The ids that connect log lines, samples and spans of several processes.
 
 A trace begins with the first span of the daemon that a request reaches. The id of a part of a span follows from the part's name, so
-every process that knows a span can name its parts before they have ended.
+every process that knows a span can name the parts before they have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRACEPARENT_HEADER = "traceparent"
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
 MAX_TRACEPARENT = 200
-"""Longest `traceparent` that is parsed, in characters; the present version has 55."""
+"""Longest parsed `traceparent` in characters; the present version has 55."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class TraceContext:
     parent_id: str = ""
     """The span above; empty for the first span of a trace, and for a caller's span."""
     recorded: bool = False
-    """Whether this process sends the span, and so may send parts of it, to a collector."""
+    """Whether this process sends the span to a collector, and so may send parts of the span."""
 
     @property
     def traceparent(self) -> str:
@@ -43,31 +43,31 @@ class TraceContext:
         return f"00-{self.trace_id}-{self.span_id}-{'01' if self.sampled else '00'}"
 
     def part(self, name: str) -> TraceContext:
-        """Return a part of this span, or the span itself when it is not ours, since nobody would send the part."""
+        """Return a part of this span; the span itself when this process does not send it."""
         return self.child(name) if self.recorded else self
 
     def child(self, name: str) -> TraceContext:
-        """Return a span of ours below this one. The id follows from the name, which no sibling may have."""
+        """Return a span of this process below this one. The id follows from the name, which no sibling may have."""
         span_id = blake2b(f"{self.span_id}/{name}".encode(), digest_size=8).hexdigest()
         return replace(self, span_id=span_id, parent_id=self.span_id, recorded=True)
 
 
 REQUEST_ID: ContextVar[str] = ContextVar("kvbridge_request_id", default="")
-"""The id of the present HTTP request, from the caller or made here; empty outside of a request."""
+"""Id of the present HTTP request, from the caller or made here; empty outside of a request."""
 TRACE: ContextVar[TraceContext | None] = ContextVar("kvbridge_trace", default=None)
-"""The span of the present work, ours or the caller's; None without a trace."""
+"""Span of the present work, from this process or the caller; None without a trace."""
 
 BeginTrace = Callable[[TraceContext | None], TraceContext | None]
 """Maps the caller's span, if there is one, to the span of the request here."""
 
 
 def pass_on(given: TraceContext | None) -> TraceContext | None:
-    """Use the caller's span, where this process records none: later spans are its parts."""
+    """Use the caller's span, where this process records none."""
     return given
 
 
 def begin_with(sampled_ratio: float) -> BeginTrace:
-    """Return a function that makes a request's first span here, recorded as the caller says or for this share of requests."""
+    """Return a function that makes a request's first span here. The caller decides about recording, else this share of requests."""
 
     def begin(given: TraceContext | None) -> TraceContext | None:
         if given is not None and not given.sampled:

@@ -1,4 +1,4 @@
-"""Everything that can happen on a node or on bootstrap, as facts, and the stream that hands each fact to its readers."""
+"""Facts: the kinds of events on a node or on bootstrap, and the stream that hands each fact to its readers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from kvbridge.telemetry.context import TraceContext
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field,))
 class Fact:
-    """Something that has happened. Each kind is a dataclass, and declares its line of the log and whether it is a problem."""
+    """An event. Each kind is a dataclass, and declares its line of the log and whether it is a problem."""
 
     line: ClassVar[str] = ""
-    """Level, event and keys of the line, as `key=field` where the field has another name; empty: the log has no line."""
+    """Level, event and keys of the line, as `key=field` where the field has another name; empty: no line."""
     seldom: ClassVar[str | None] = None
-    """The number of lines is limited for each word of this field, or in all (""); None: all lines are written."""
+    """Field whose words limit the number of lines, each word by itself; "": one limit for all lines; None: no limit."""
     problem: ClassVar[str] = ""
-    """The name of the problem in `/status`; empty: the fact is no problem."""
+    """Name of the problem in `/status`; empty: no problem."""
+    why: ClassVar[str] = "{reason}"
+    """Form of the reason in `/status`, with the names of fields."""
 
     kinds: ClassVar[list[type[Fact]]] = []
 
@@ -32,19 +34,9 @@ class Fact:
             setattr(cls, name, value)
         Fact.kinds.append(dataclass(kw_only=True)(cls))
 
-    @property
-    def about(self) -> str:
-        """The room, engine, peer or rank that the fact is about."""
-        return str(next(getattr(self, name) for name in ("room", "engine", "peer", "rank") if hasattr(self, name)))
-
-    @property
-    def why(self) -> str:
-        """The reason as `/status` shows it."""
-        return str(getattr(self, "reason", ""))
-
 
 class FrameRefused(Fact, line="warning frame_refused kind detail", seldom="kind"):
-    """A frame or a connection was refused; `kind` is one of few words, `detail` is for people."""
+    """A frame or a connection was refused. `kind` is one of few words; people read `detail`."""
 
     kind: str
     detail: str
@@ -57,7 +49,7 @@ class MessagesResent(Fact):
 
 
 class RoomFact(Fact):
-    """A fact about one attempt at one room. `peer` is the other node's incarnation; empty: none yet."""
+    """A fact about one attempt at one room. `peer` is the other node's incarnation; empty before there is one."""
 
     room: int
     generation: int
@@ -65,7 +57,7 @@ class RoomFact(Fact):
 
 
 class RoomEntered(RoomFact):
-    """A room came into another state. `code`, `reason` and `limit` tell the first cause of its end; empty: none."""
+    """A room came into another state. `code`, `reason` and `limit` tell the first cause of its end, if they are not empty."""
 
     state: RoomState
     code: str = ""
@@ -75,11 +67,11 @@ class RoomEntered(RoomFact):
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     computed_tokens: int = 0
-    """Tokens of the prompt that prefill held already; `prefix_tokens` are those of decode."""
+    """Prompt tokens that prefill held already. Decode held `prefix_tokens`."""
     bytes: int = 0
-    """Bytes that have arrived, as far as is known."""
+    """Known bytes that have arrived."""
     ids: Mapping[str, str] = field(default_factory=dict)
-    """The request id and the trace id of the room's admission, if known."""
+    """Request id and trace id of the room's admission, if known."""
     trace: TraceContext | None = None
 
 
@@ -109,7 +101,7 @@ class RoomRejected(RoomFact, line="warning room_rejected code reason", problem="
 
 
 class RoomQuarantined(RoomFact, line="error room_quarantined cause reason", problem="room quarantined"):
-    """Nobody may use the pages of a room until something is proved; `cause` is one of few words."""
+    """Nobody may use the pages of a room before a proof; `cause` says which proof, in one of few words."""
 
     cause: str
     reason: str
@@ -124,28 +116,28 @@ class OrderBegan(RoomFact):
 
 
 class OrderEnded(RoomFact):
-    """An order has ended, well or badly. Each OrderBegan is followed by one, also when the worker ends first."""
+    """An order has succeeded or failed. One follows each OrderBegan, also when the worker ends first."""
 
     rank: Rank
     order: int
     transport: str
     amounts: Amounts = field(default_factory=dict)
-    """Rows and bytes that have arrived, as far as the worker knows."""
+    """Rows and bytes that the worker knows to have arrived."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Duration of each phase of the order."""
     code: str = ""
-    """Why the order failed; empty when it succeeded."""
+    """Code of the failure; empty after success."""
 
 
 class PhasesEnded(RoomFact):
-    """Phases of a room (`PHASES`) are over, and took so long on this node."""
+    """Phases of a room (`PHASES`) are over. `phases_s` are their durations on this node."""
 
     phases_s: Mapping[str, float]
     trace_id: str = ""
 
 
 class RankReceived(RoomFact):
-    """A rank of `peer` has sent its whole share of a room, and the share has arrived."""
+    """The whole share of a room that a rank of `peer` sends has arrived."""
 
     rank: Rank
     amounts: Amounts
@@ -155,7 +147,7 @@ class RankReceived(RoomFact):
 
 
 class RoomRerouted(RoomFact):
-    """Bytes of a room that one transport has not confirmed go over another; decode shuts out the lost transport."""
+    """Bytes of a room that the transport `lost` has not confirmed go over another; decode shuts out the lost transport."""
 
     rank: Rank
     lost: str
@@ -185,16 +177,16 @@ class PromptNotKept(RoomFact, line="warning prefix_not_kept reason", seldom=""):
 
 
 class DisputedPagesDropped(RoomFact, line="warning disputed_pages_dropped page dropped_pages=dropped read_pages=read"):
-    """Engines of a room state different tokens from this page on, so its cached pages from there on are forgotten."""
+    """Engines of a room state different tokens from `page` on, so the cached pages of the room from there on are forgotten."""
 
     page: int
     dropped: int
-    """Pages that no request finds any more, including pages of other rooms that continue them; `read` of them are still read."""
+    """Pages that no request finds any more, with the pages of other rooms that continue them; rooms still read `read` of them."""
     read: int
 
 
 class PrefixesDropped(Fact, line="info prefixes_dropped pages read_pages=read"):
-    """Every cached prefix was forgotten on request: `pages` in all, of which `read` are still read."""
+    """Every cached prefix was forgotten on request: `pages` in all, of which rooms still read `read`."""
 
     pages: int
     read: int
@@ -215,14 +207,14 @@ class CopyEnded(Fact):
     bytes: int
     """Bytes copied over all ranks of this node, also when the order has failed."""
     busy_s: float
-    """How long the slowest rank was copying."""
+    """Copying time of the slowest rank."""
     seconds: float
     code: str = ""
     reason: str = ""
 
 
 class RequestAnswered(Fact):
-    """A request for a room was answered, or its caller left; `code` is empty when the room was admitted."""
+    """A request for a room was answered, or its caller left. `code` is empty after an admission."""
 
     room: int
     generation: int
@@ -232,7 +224,7 @@ class RequestAnswered(Fact):
 
 
 class EndReserved(Fact):
-    """Bootstrap: a daemon was asked to reserve one end of a room; `code` says why it refused, empty when it did not."""
+    """Bootstrap: a daemon was asked to reserve one end of a room. `code` is that of its refusal; empty: it agreed."""
 
     room: int
     generation: int
@@ -244,19 +236,21 @@ class EndReserved(Fact):
 
 
 class PairingEnded(Fact):
-    """Bootstrap: a request for a pair was answered: `paired`, `cancelled` by its caller, or an error's code. No ticket: no room."""
+    """Bootstrap: a request for a pair was answered: `paired`, `cancelled` by its caller, or an error's code.
+
+    `room` is None without a ticket; `reason` then says why there is none.
+    """
 
     room: int | None
     generation: int
     seconds: float
     outcome: str
     reason: str = ""
-    """Why there is no ticket."""
     trace: TraceContext | None
 
 
 class PrefixGuessed(Fact):
-    """Bootstrap: how good the guess was which instance holds the beginning of a prompt, for one side of a pair."""
+    """Bootstrap: result of guessing which instance holds the beginning of a prompt, for one side of a pair."""
 
     role: str
     guess: str
@@ -277,7 +271,7 @@ class RoomMessageRefused(RoomFact, line="warning room_message_refused rank code"
 
 
 class RequestWaited(Fact):
-    """A request has stopped waiting for pages: `admitted`, `refused`, `timeout`, or `left` by its client."""
+    """A request has ceased to wait for pages: `admitted`, `refused`, `timeout`, or `left` by its client."""
 
     outcome: str
     seconds: float
@@ -298,7 +292,7 @@ class PeerAccepted(PeerFact, line="info peer_accepted features"):
 
 
 class PeerRejected(PeerFact, line="warning peer_rejected code reason", problem="peer rejected"):
-    """A handshake has failed on either side: no room goes between both nodes (any more)."""
+    """A handshake has failed on either side: from now on no room goes between both nodes."""
 
     code: str
     reason: str
@@ -313,18 +307,15 @@ class PeerLost(PeerFact, line="warning peer_lost reason", problem="peer lost"):
 class PathLost(PeerFact, line="warning path_lost rank transport goes_on_over=transports reason", problem="path lost"):
     """Prefill: a rank has lost `transport` to a peer in the middle of a transfer, and continues over `transports`."""
 
+    why = "{transport} of rank {rank}: {reason}"
     rank: Rank
     transport: str
     transports: tuple[str, ...]
     reason: str
 
-    @property
-    def why(self) -> str:  # noqa: D102 - an override
-        return f"{self.transport} of rank {self.rank}: {self.reason}"
-
 
 class PathsFound(PeerFact, line="info paths_found rank transports standby"):
-    """Prefill: a rank reaches a peer by `transports`, and could by those of `standby`."""
+    """Prefill: a rank reaches a peer by `transports`, and could use those of `standby`."""
 
     rank: Rank
     transports: tuple[str, ...]
@@ -334,17 +325,14 @@ class PathsFound(PeerFact, line="info paths_found rank transports standby"):
 class SuccessorsFailed(Fact, problem="transports not built"):
     """A rank worker could not build transports in place of its present ones; it tries again."""
 
+    why = "{transports}: {reason}"
     rank: Rank
     transports: tuple[str, ...]
     reason: str
 
-    @property
-    def why(self) -> str:  # noqa: D102 - an override
-        return f"{', '.join(self.transports)}: {self.reason}"
-
 
 class FenceBegan(Fact, line="warning fence_began epoch rooms"):
-    """Endpoints of `epoch` replace the earlier ones, because `rooms` rooms have writers that give no proof."""
+    """Endpoints of `epoch` replace the earlier endpoints, because `rooms` rooms have writers that give no proof."""
 
     epoch: int
     rooms: int
@@ -380,11 +368,11 @@ class WorkerStarted(Fact, line="info worker_ready rank pid"):
 
 
 class WorkerLost(Fact, problem="worker lost"):
-    """A rank worker has ended, and with it everything that it had under way."""
+    """A rank worker has ended, and so has all of its work under way."""
 
     rank: Rank
     cause: str
-    """A word for a process that is started again; empty for the worker of an engine."""
+    """Kind of end of a process that is started again; empty for the worker of an engine."""
     reason: str
 
 
@@ -417,11 +405,11 @@ class EngineEnded(EngineFact, line="info engine_ended engine"):
 
 
 Reader = Mapping[type[Fact], Callable[[float, Any], None]]
-"""Functions by kind of fact (a base class stands for all kinds below it), called with monotonic seconds and the fact."""
+"""Functions by kind of fact, called with monotonic seconds and the fact. A base class stands for all kinds below it."""
 
 
 class EventStream:
-    """Hands each fact to every reader at once, in the order in which readers were added. Used from the event loop's thread only.
+    """Hands each fact to every reader at once, the reader added first before the others. For the event loop's thread only.
 
     A reader must not raise, and must not emit.
     """
@@ -430,7 +418,7 @@ class EventStream:
         self._clock = clock
         self._readers: list[Reader] = []
         self._calls: dict[type[Fact], tuple[Callable[[float, Any], None], ...]] = {}
-        """The calls for each kind that has occurred; few readers want a fact, and a room has many facts."""
+        """Functions for each kind that has occurred: few readers want a fact, and a room has many facts."""
 
     def add_reader(self, reader: Reader) -> None:
         """Hand every fact of the reader's kinds to it from now on."""
@@ -438,11 +426,11 @@ class EventStream:
         self._calls.clear()
 
     def frame_refused(self, kind: str, detail: str) -> None:
-        """Emit `FrameRefused`. Sockets call this."""
+        """Emit `FrameRefused`, for sockets."""
         self.emit(FrameRefused(kind=kind, detail=detail))
 
     def emit(self, fact: Fact) -> None:
-        """Hand out a fact that has happened now."""
+        """Hand out a fact of this moment."""
         kind, now_s = type(fact), self._clock()
         if kind not in self._calls:
             self._calls[kind] = tuple(

@@ -1,4 +1,4 @@
-"""Logs: one event a line, to standard error, for people or for machines. A room is always `room`, a peer's incarnation `peer`."""
+"""Logs: one event a line, to standard error, for people or machines. `room` is always a room, `peer` a peer's incarnation."""
 
 from __future__ import annotations
 
@@ -21,26 +21,22 @@ log = structlog.get_logger(__name__)
 MASK = "***"
 _SECRET = re.compile(r"secret|passw|credential|authori[sz]ation|bearer|private|api_?key|key_material", re.IGNORECASE)
 _TOKEN = re.compile(r"token", re.IGNORECASE)
-"""The key of a secret, or of a number of tokens: it is masked unless its value is a number."""
-
-
+"""Key of a secret, or of a number of tokens: its value is masked unless it is a number."""
 CHATTY_LIBRARIES = {
     "httpx": logging.WARNING,
     "httpcore": logging.WARNING,
     "uvicorn.error": logging.ERROR,
     "opentelemetry": logging.CRITICAL,
 }
-"""The lowest level of libraries' lines. They log each request at info, as we do. uvicorn warns of each malformed request, so
-anybody could fill the disk. OpenTelemetry warns of each batch that a collector does not take."""
+"""Lowest level of each library's lines. The first two log each request at info, as we do. uvicorn warns of each malformed request,
+so anybody could fill the disk. OpenTelemetry warns of each batch that a collector does not take."""
 
 
 class _StandardError:
-    """The present standard error, which tests and embedding programs replace."""
+    """The present standard error, which tests and embedding programs replace. A reader that has gone must not end this process."""
 
     def write(self, text: str) -> int:
-        with suppress(
-            OSError, ValueError
-        ):  # nobody reads it any more, which must not end the process that writes a line
+        with suppress(OSError, ValueError):
             sys.stderr.write(text)
         return len(text)
 
@@ -50,7 +46,7 @@ class _StandardError:
 
 
 def leave_standard_output() -> None:
-    """Write lines to standard error where logging is not set up, as in many an engine's process. Otherwise do nothing."""
+    """Write lines to standard error if nobody has set up logging, as in many an engine's process."""
     if not structlog.is_configured():
         target = cast("TextIO", _StandardError())
         processors = [*structlog.get_config()["processors"][:-1], *_renderers("console", sys.stderr)]
@@ -58,17 +54,12 @@ def leave_standard_output() -> None:
 
 
 def configure_logs(
-    *,
-    names: Mapping[str, str],
-    level: str = "info",
-    form: str = "auto",
-    stream: TextIO | None = None,
+    *, names: Mapping[str, str], level: str = "info", form: str = "auto", stream: TextIO | None = None
 ) -> None:
-    """Set up logging for this process, also for the loggers of the standard library.
+    """Set up logging for this process, also for the loggers of the standard library. Raises ValueError on an unknown level.
 
     `names` (`role`, `instance`, `node` and, of a rank worker, `rank`) are on every line; a line's own key of such a name becomes
     `line_...`. `stream` defaults to standard error. `form` is `console`, `json`, or `auto`: `console` on a terminal, else `json`.
-    Raises ValueError on an unknown level.
     """
     number = logging.getLevelNamesMapping().get(level.upper())
     if number is None:
@@ -105,15 +96,15 @@ def configure_logs(
 
 
 LINES, EVERY_S = 10, 1.0
-"""At most so many lines of one kind are written within this time: many rooms cost little, and a stranger cannot fill the disk."""
+"""Limit of lines of one kind, and the time for which it holds. Many rooms then cost little, and a stranger cannot fill the disk."""
 MAX_KINDS = 256
-"""At most so many kinds are counted apart, since peers choose some of the words."""
+"""Limit of kinds that are counted apart: peers choose some of the words."""
 
 
 @dataclass(slots=True)
 class _Seen:
     since_s: float
-    """When the present period began."""
+    """Begin of the present period."""
     lines: int = 0
     left_out: int = 0
     """Lines left out since the last report."""
@@ -121,12 +112,12 @@ class _Seen:
 
 
 class Seldom:
-    """Limits the number of lines of each kind, and counts the others. A daemon has one, and calls `tell` now and then."""
+    """Limits the number of lines of each kind, and counts the others. Its owner calls `tell` now and then."""
 
     def __init__(
         self, count: Callable[[str], object], *, lines: int = LINES, every_s: float = EVERY_S, clock: Clock = monotonic
     ) -> None:
-        """`count(event)` is called for each line that is left out."""
+        """Call `count(event)` for each line that is left out."""
         self._count = count
         self._lines = lines
         self._every_s = every_s
@@ -151,7 +142,7 @@ class Seldom:
         return False
 
     def tell(self, *, everything: bool = False) -> None:
-        """Log how many lines of each kind were left out: `every_s` after the first of them, or at once (`everything`)."""
+        """Log how many lines of each kind were left out: `every_s` after the first one, or at once (`everything`)."""
         now_s = self._clock()
         for (event, kind), seen in self._seen.items():
             seconds = now_s - seen.left_out_since_s
@@ -178,7 +169,7 @@ def _masked(key: object, value: object) -> object:
 
 
 def _bind(names: dict[str, str]) -> Processor:
-    """Return a processor that adds names and ids. A line about an earlier request has that request's ids already."""
+    """Return a processor that adds names and ids, except the ids that a line about an earlier request has already."""
 
     def add(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
         own = {f"line_{key}" if event[key] != names.get(key, event[key]) else key: event[key] for key in event}
@@ -190,5 +181,5 @@ def _bind(names: dict[str, str]) -> Processor:
 def _renderers(form: str, target: TextIO) -> list[Processor]:
     if form != "console":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
-    # structlog's usual tracebacks show local variables, and so every secret that a failing call holds.
+    # structlog's usual tracebacks show local variables, and so every secret in a failing call.
     return [structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback)]

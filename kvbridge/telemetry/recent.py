@@ -1,41 +1,21 @@
-"""The recent past, for `/status` and the status page: problems, traffic with each peer, the facts of each room."""
+"""The recent past, for `/status` and the status page: problems, answers, traffic with each peer, the facts of each room."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 
-from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.process import moment
-from kvbridge.core.session.tables import RoomState
-from kvbridge.telemetry.facts import (
-    CopyEnded,
-    Fact,
-    OrderEnded,
-    PeerAccepted,
-    PeerFact,
-    PrefixMatched,
-    RankReceived,
-    Reader,
-    RequestAnswered,
-    RoomEntered,
-    RoomFact,
-)
-from kvbridge.telemetry.metrics import DIRECTIONS
-from kvbridge.telemetry.problems import Moment, Problems, Tally
+from kvbridge.telemetry.facts import RoomEntered, RoomFact
 
-RECENT_PEERS = 256
-_NO_FAILURES = frozenset({"", "aborted"})
-"""Codes of rooms that were completed, or given up by somebody who did not want them any more."""
-KEPT_ENDED: Mapping[RoomState, int] = {RoomState.COMPLETED: 500, RoomState.ABORTED: 250, RoomState.FAILED: 250}
-"""Rooms that are kept after their end, by how they ended; the oldest are forgotten first."""
-MAX_FACTS_OF_KIND = 64
-"""A room keeps the first facts of each kind, up to this number: a peer can repeat refused messages, and each is a fact."""
+LATELY_S = 900.0
+MOST_KINDS = 50
+_TALLY_S = 30.0
 
-RoomKey = tuple[int, int]
-"""(room, generation)."""
+Moment = float
+"""Wall-clock time in Unix seconds."""
 
 
 @dataclass(slots=True)
@@ -43,13 +23,13 @@ class PeerTraffic:
     """Traffic between this node and one peer since the peer was first seen."""
 
     name: str = ""
-    """`instance/node`; empty: no handshake has told it."""
+    """`instance/node`; empty before a handshake."""
     sent_bytes: int = 0
     received_bytes: int = 0
     rooms_completed: int = 0
     rooms_failed: int = 0
     last_at: Moment = 0.0
-    """When a room with the peer moved last."""
+    """Time of the last change of a room with the peer."""
 
 
 @dataclass(slots=True)
@@ -60,7 +40,7 @@ class CopySums:
     """Pages that arrived."""
     bytes: int = 0
     failed: int = 0
-    """Orders that failed."""
+    """Failed orders."""
     last_failure: str = ""
     longest_s: float = 0.0
     """Duration of the slowest order."""
@@ -72,137 +52,74 @@ class Timeline:
 
     admitted_s: float
     asked_s: float
-    """When the request that admitted the room arrived."""
+    """Arrival of the request that admitted the room."""
     entered: RoomEntered
-    """How the room came into its present state."""
+    """The change into the present state."""
     entered_s: float
     peer: str = ""
-    """The incarnation of the last node at the other end, also when that node is gone."""
+    """Incarnation of the last node at the other end, also when that node is gone."""
     facts: list[tuple[float, RoomFact]] = field(default_factory=list)
     counts: Counter[type[RoomFact]] = field(default_factory=Counter)
-    """Number of facts of each kind, also of those that are not kept."""
+    """Number of facts of each kind, dropped facts included."""
 
 
-class Recent:
-    """A reader of facts that keeps the recent past, all of it bounded. Used from the event loop's thread only.
+@dataclass(slots=True)
+class Problem:
+    """Recent failures of one kind and cause."""
 
-    A failed room is kept longer than a completed one, which nobody asks about.
-    """
-
-    def __init__(self) -> None:
-        self.problems = Problems()
-        self.ended_lately = Tally()
-        """Rooms by how they ended."""
-        self.moved_bytes = 0
-        """Bytes sent to, or received from, all peers since the start, also those that are forgotten."""
-        self.traffic: dict[str, PeerTraffic] = {}
-        """By the peer's incarnation, the peer without news for the longest time first."""
-        self.hit_tokens, self.miss_tokens, self.host_tokens = 0, 0, 0
-        """Tokens of prompts with page keys at admission: cached, not cached, and cached in host memory alone."""
-        self.copies = {direction: CopySums() for direction in DIRECTIONS}
-        self.ended: Counter[RoomState] = Counter()
-        """Rooms that ended since the start, by how they did."""
-        self._timelines: dict[RoomKey, Timeline] = {}
-        self._of_state: dict[RoomState, dict[RoomKey, Timeline]] = {state: {} for state in RoomState}
-        """In the order in which rooms came into the state."""
-        self.table: Reader = {
-            **dict.fromkeys((kind for kind in Fact.kinds if kind.problem), self._problem),
-            RoomFact: self._read,
-            PeerAccepted: self._accepted,
-            OrderEnded: self._sent,
-            RankReceived: self._received,
-            PrefixMatched: self._matched,
-            CopyEnded: self._copied,
-            RequestAnswered: self._answered,
-        }
-
-    def of(self, room: int, generation: int | None = None) -> tuple[int, Timeline] | None:
-        """Return the generation and the timeline of one attempt, by default the newest; None when it is not kept."""
-        if generation is None:
-            generation = max((key[1] for key in self._timelines if key[0] == room), default=0)
-        timeline = self._timelines.get((room, generation))
-        return None if timeline is None else (generation, timeline)
-
-    def shown(self, limit: int) -> Iterator[tuple[RoomKey, Timeline]]:
-        """Return at most `limit` rooms of each state: open ones by how long they are in it, ended ones the latest first."""
-        for state, rooms in self._of_state.items():
-            yield from islice(reversed(rooms.items()) if state.final else rooms.items(), limit)
-
-    def _problem(self, _now_s: float, fact: Fact) -> None:
-        peer = self.traffic.get(fact.peer) if isinstance(fact, PeerFact) else None
-        self.problems.add(fact.problem, (peer and peer.name) or fact.about, fact.why)
-
-    def _accepted(self, _now_s: float, fact: PeerAccepted) -> None:
-        self._peer(fact.peer).name = fact.name
-
-    def _read(self, now_s: float, fact: RoomFact) -> None:
-        key = (fact.room, fact.generation)
-        timeline = self._timelines.get(key)
-        if isinstance(fact, RoomEntered):
-            if timeline is None:
-                timeline = self._timelines[key] = Timeline(now_s, now_s, fact, now_s)
-            self._of_state[timeline.entered.state].pop(key, None)
-            timeline.entered, timeline.entered_s = fact, now_s
-            timeline.peer = fact.peer or timeline.peer
-            rooms = self._of_state[fact.state]
-            rooms[key] = timeline
-            if fact.state.final:
-                self._end(fact, rooms)
-        if timeline is not None:
-            timeline.counts[type(fact)] += 1
-            if timeline.counts[type(fact)] <= MAX_FACTS_OF_KIND:
-                timeline.facts.append((now_s, fact))
-
-    def _end(self, fact: RoomEntered, rooms: dict[RoomKey, Timeline]) -> None:
-        self.ended[fact.state] += 1
-        self.ended_lately.add(fact.state.value)
-        if fact.code not in _NO_FAILURES:
-            self.problems.add(f"room {fact.state.value}", str(fact.room), fact.reason)
-        if fact.peer:
-            peer = self._peer(fact.peer)
-            peer.rooms_failed += fact.state is RoomState.FAILED
-            peer.rooms_completed += fact.state is RoomState.COMPLETED
-        if len(rooms) > KEPT_ENDED[fact.state]:
-            oldest = next(iter(rooms))
-            del rooms[oldest], self._timelines[oldest]
-
-    def _answered(self, now_s: float, fact: RequestAnswered) -> None:
-        timeline = self._timelines.get((fact.room, fact.generation))
-        if timeline is not None and not fact.code:
-            timeline.asked_s = min(timeline.asked_s, now_s - fact.seconds)
-
-    def _matched(self, _now_s: float, fact: PrefixMatched) -> None:
-        self.hit_tokens += fact.hit_tokens
-        self.miss_tokens += fact.miss_tokens
-        self.host_tokens += fact.host_tokens
-
-    def _copied(self, _now_s: float, fact: CopyEnded) -> None:
-        sums = self.copies[fact.direction]
-        sums.bytes += fact.bytes
-        sums.longest_s = max(sums.longest_s, fact.seconds)
-        if fact.code:
-            sums.failed += 1
-            sums.last_failure = fact.reason
-        else:
-            sums.pages += fact.pages
-
-    def _sent(self, _now_s: float, fact: OrderEnded) -> None:
-        if fact.amounts:
-            self._peer(fact.peer).sent_bytes += (sent := _bytes(fact.amounts))
-            self.moved_bytes += sent
-
-    def _received(self, _now_s: float, fact: RankReceived) -> None:
-        self._peer(fact.peer).received_bytes += (received := _bytes(fact.amounts))
-        self.moved_bytes += received
-
-    def _peer(self, peer: str) -> PeerTraffic:
-        traffic = self.traffic.pop(peer, None) or PeerTraffic()
-        traffic.last_at = moment()
-        self.traffic[peer] = traffic
-        if len(self.traffic) > RECENT_PEERS:
-            del self.traffic[next(iter(self.traffic))]
-        return traffic
+    at: Moment
+    """The last failure."""
+    what: str
+    whom: str
+    """Room, peer, rank or engine of the last failure."""
+    reason: str
+    count: int
+    first_at: Moment
 
 
-def _bytes(amounts: Amounts) -> int:
-    return sum(amount.bytes for amount in amounts.values())
+class Problems:
+    """Failures of the last quarter of an hour by kind and cause, bounded. Reasons that differ only in numbers count as one."""
+
+    def __init__(self, clock: Callable[[], Moment] = moment) -> None:
+        self._clock = clock
+        self._kinds: dict[tuple[str, str], Problem] = {}
+        """In the order of the last failure, the oldest first."""
+
+    def add(self, what: str, whom: str, reason: str) -> None:
+        """Note a failure that has happened now."""
+        now, kind = self._clock(), (what, re.sub(r"\d+", "0", reason))
+        before = self._kinds.pop(kind, None)
+        count, first_at = (before.count + 1, before.first_at) if before and before.at >= now - LATELY_S else (1, now)
+        self._kinds[kind] = Problem(now, what, whom, reason, count, first_at)
+        if len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+
+    def lately(self) -> tuple[Problem, ...]:
+        """Return the failures, the oldest kind first."""
+        since = self._clock() - LATELY_S
+        return tuple(one for one in self._kinds.values() if one.at >= since)
+
+
+class Tally:
+    """Counts by word over the last quarter of an hour, to half a minute."""
+
+    def __init__(self, clock: Callable[[], Moment] = moment) -> None:
+        self._clock = clock
+        self._parts: deque[tuple[Moment, Counter[str]]] = deque()
+
+    def add(self, word: str) -> None:
+        """Count one now."""
+        now = self._clock()
+        if not self._parts or self._parts[-1][0] < now - _TALLY_S:
+            self._forget(now)
+            self._parts.append((now, Counter()))
+        self._parts[-1][1][word] += 1
+
+    def lately(self) -> dict[str, int]:
+        """Return the counts."""
+        self._forget(self._clock())
+        return dict(sum((counts for _, counts in self._parts), Counter[str]()))
+
+    def _forget(self, now: Moment) -> None:
+        while self._parts and self._parts[0][0] < now - LATELY_S:
+            self._parts.popleft()

@@ -1,8 +1,4 @@
-"""The values of a daemon's metrics, and the page that Prometheus scrapes.
-
-A series whose labels are all of closed sets is there from the start, so that a rate over it sees the first event. `Metrics` is used
-by the thread of the daemon's loop only.
-"""
+"""The values of a daemon's metrics, and the page that Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Exemplar
 
 from kvbridge import __version__
-from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.process import Clock, monotonic
 from kvbridge.telemetry.context import TRACE, exemplar
 from kvbridge.telemetry.metrics import (
     BUILD,
@@ -39,8 +33,6 @@ from kvbridge.telemetry.metrics import (
     METHODS,
     METRICS,
     PEER_BUSY,
-    PEER_TRANSFERRED,
-    TRANSFERRED,
     MetricSpec,
 )
 
@@ -52,59 +44,36 @@ LIBRARIES = (
 )
 """Libraries whose versions are shown, each with the names of its packages."""
 KEPT_INTERVALS = 1_024
-"""`BusyTime.add` keeps this many intervals apart; it does not count intervals from before the oldest one."""
+"""`BusyTime` keeps this many intervals apart, and does not count time from before the oldest one."""
 Labels = tuple[str, ...]
 LabelsT = TypeVar("LabelsT", bound=Labels)
 
 
 class BusyTime:
-    """The length of the union of overlapping time intervals. The caller's clock tells the times.
-
-    The caller either calls `begin` and `end` in pairs as things happen, or `add` for intervals that are over, in any order.
-    """
+    """The length of the union of time intervals, which come in any order. The caller's clock tells the times."""
 
     def __init__(self) -> None:
-        self._under_way = 0
-        self._since_s = 0.0
-        self._total_s = 0.0
         self._begins_s: list[float] = []
         self._ends_s: list[float] = []
-        """The added intervals, disjoint and in order."""
+        """The intervals, disjoint and in order."""
         self._horizon_s = -math.inf
 
-    def begin(self, now_s: float) -> None:
-        """One more thing is under way."""
-        if self._under_way == 0:
-            self._since_s = now_s
-        self._under_way += 1
-
-    def end(self, now_s: float) -> None:
-        """One thing has ended."""
-        if self._under_way == 0:
-            raise ValueError("nothing is under way")
-        self._under_way -= 1
-        if self._under_way == 0:
-            self._total_s += now_s - self._since_s
-
-    def add(self, begin_s: float, end_s: float) -> None:
-        """Something was under way from `begin_s` to `end_s`."""
+    def add(self, begin_s: float, end_s: float) -> float:
+        """Add an interval. Return the seconds of it that no earlier interval covers."""
         begins_s, ends_s = self._begins_s, self._ends_s
         begin_s = max(begin_s, self._horizon_s)
         first, last = bisect_left(ends_s, begin_s), bisect_right(begins_s, end_s)  # the intervals that it touches
         touched_s = sum(ends_s[first:last]) - sum(begins_s[first:last]) if first < last else 0.0
         if first < last:
             begin_s, end_s = min(begin_s, begins_s[first]), max(end_s, ends_s[last - 1])
-        if begin_s < end_s:
-            begins_s[first:last], ends_s[first:last] = [begin_s], [end_s]
-            self._total_s += end_s - begin_s - touched_s
+        if begin_s >= end_s:
+            return 0.0
+        begins_s[first:last], ends_s[first:last] = [begin_s], [end_s]
         if len(begins_s) > KEPT_INTERVALS:
             half = KEPT_INTERVALS // 2
             self._horizon_s = ends_s[half - 1]
             del begins_s[:half], ends_s[:half]
-
-    def total_s(self, now_s: float) -> float:
-        """Busy seconds so far, including what is still under way."""
-        return self._total_s + (now_s - self._since_s if self._under_way else 0.0)
+        return end_s - begin_s - touched_s
 
 
 class _Distribution:
@@ -133,15 +102,15 @@ class _Distribution:
 
 
 class Metrics:
-    """The metrics of one daemon, in a registry of its own."""
+    """The metrics of one daemon, in a registry of its own. For the thread of the daemon's loop only.
 
-    def __init__(
-        self, *, role: str, values: Mapping[str, Sequence[str]] | None = None, clock: Clock = monotonic
-    ) -> None:
-        """`values`: by label, the closed sets that depend on the configuration and the model."""
+    A series whose labels all have closed sets of words exists from the start, so that a rate over it sees the first event.
+    """
+
+    def __init__(self, *, role: str, values: Mapping[str, Sequence[str]] | None = None) -> None:
+        """`values`: by label, the closed sets of words that depend on the configuration and the model."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._clock = clock
         self._busy: dict[Labels, BusyTime] = {}
         self._values: dict[MetricSpec, dict[Labels, float]] = {}
         self._distributions: dict[MetricSpec, dict[Labels, _Distribution]] = {}
@@ -158,7 +127,7 @@ class Metrics:
         self.registry.register(self)
 
     def _open(self, spec: MetricSpec) -> dict[Labels, float]:
-        """Begin with the series of closed labels alone, each 0."""
+        """Start a metric with the series of closed labels alone, each 0, and return its series."""
         closed = self._closed[spec]
         for place, label in enumerate(spec.labels):
             self._words[spec, label] = {labels[place] for labels in closed}
@@ -177,9 +146,9 @@ class Metrics:
         self._values[metric][self._bounded(metric, labels)] = float(value)
 
     def replace(self, metric: MetricSpec, values: Mapping[LabelsT, float]) -> None:
-        """Set all series of a gauge, to the larger value where two count as "other".
+        """Set all series of a gauge. Of two values for "other" the larger one counts.
 
-        A series that `values` lacks becomes 0 when its labels are of closed sets; else it is not shown any more.
+        A series that `values` lacks becomes 0 if its labels have closed sets of words; otherwise it disappears.
         """
         series = self._open(metric)
         for labels, value in values.items():
@@ -187,24 +156,18 @@ class Metrics:
             series[key] = max(series.get(key, 0.0), value)
 
     def observe(self, metric: MetricSpec, size: float, *labels: str, trace_id: str = "") -> None:
-        """Add an observation to a histogram, as a part of this trace or, by default, of the present one."""
+        """Add an observation to a histogram, as a part of this trace (default: the present one)."""
         series = self._distributions[metric]
         found = series.get(labels)
         if found is None:
             found = series.setdefault(self._bounded(metric, labels), _Distribution(metric.buckets))
         found.observe(size, trace_id or exemplar(TRACE.get()))
 
-    def transferred(self, amounts: Amounts, direction: str, transport: str, peer: str) -> None:
-        """Count bytes that have arrived, by component and by peer."""
-        for kind, amount in amounts.items():
-            self.count(TRANSFERRED, kind.value, direction, transport, by=amount.bytes)
-        moved = sum(amount.bytes for amount in amounts.values())
-        self.count(PEER_TRANSFERRED, peer, direction, transport, by=moved)
-
-    def busy(self, direction: str, transport: str, peer: str) -> BusyTime:
-        """Return the busy time of transfers with a peer."""
+    def busy(self, begin_s: float, end_s: float, direction: str, transport: str, peer: str) -> None:
+        """Count the time of a transfer with a peer that has ended; overlapping transfers count once."""
         labels = peer, direction, transport
-        return self._busy.get(labels) or self._busy.setdefault(self._bounded(PEER_BUSY, labels), BusyTime())
+        busy = self._busy.get(labels) or self._busy.setdefault(self._bounded(PEER_BUSY, labels), BusyTime())
+        self.count(PEER_BUSY, *labels, by=busy.add(begin_s, end_s))
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         """Show the series of a route before its first request."""
@@ -223,12 +186,12 @@ class Metrics:
         self.count(LINES_LEFT_OUT, event)
 
     def built(self, role: str, name: str, model: str = "", fingerprint: str = "") -> None:
-        """Tell what runs, with the versions of its libraries."""
+        """Set the metric of what runs, with the versions of its libraries."""
         libraries = (next(filter(None, map(_version, names)), "") for names in LIBRARIES)
         self.assign(BUILD, 1, __version__, role, name, model, fingerprint, platform.python_version(), *libraries)
 
     def _bounded(self, metric: MetricSpec, labels: Labels) -> Labels:
-        """Bound the words of labels: words may come from outside, and peers even choose some."""
+        """Return the labels with new words beyond the limit as "other": words come from outside, and peers choose some."""
         shown = []
         for label, word in zip(metric.labels, labels, strict=True):
             words = self._words[metric, label]
@@ -240,24 +203,21 @@ class Metrics:
         return tuple(shown)
 
     def render(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Return the scrape's body, a piece for each metric, and its content type, in the form that the Accept header asks for.
+        """Return the scrape's body, a piece for each metric, and its content type, in the form that an Accept header asks for.
 
-        A body takes some milliseconds: the caller can let others run between two pieces. Only OpenMetrics has exemplars.
+        The whole body takes some milliseconds; the caller can let others run between two pieces. Only OpenMetrics has exemplars.
         """
         encode, content_type = choose_encoder(accept)
         if content_type.startswith("application/openmetrics-text"):
-            # All of our names are plain, so no way of escaping changes them; the others look at each letter of each name.
+            # Our names are plain, so escaping changes none of them; every other way looks at each letter of each name.
             encode = partial(encode, escaping=ALLOWUTF8)  # type: ignore[call-arg]  # all encoders of OpenMetrics have it
-        nothing = encode(CollectorRegistry())  # what ends a page of OpenMetrics
+        nothing = encode(CollectorRegistry())  # the end of a page of OpenMetrics
         families = (SimpleNamespace(collect=lambda family=family: [family]) for family in self.registry.collect())
         pieces = (encode(cast("CollectorRegistry", family)).removesuffix(nothing) for family in families)
         return chain(pieces, [nothing]), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family. Prometheus's library calls this."""
-        now_s = self._clock()
-        for labels, busy in self._busy.items():
-            self._values[PEER_BUSY][labels] = busy.total_s(now_s)
+        """Yield every family, for Prometheus's library."""
         for metric, series in self._values.items():
             kind = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=metric.labels)

@@ -1,7 +1,6 @@
-"""Traces: the spans of a request, computed from facts; the spans of a room are computed from its timeline when the room has ended.
+"""Traces: the spans of a request, computed from facts, and the spans of a room, computed from its timeline when the room has ended.
 
-Times are this process's monotonic seconds. The node knows of an order when the rank worker was told, when it had ended, and how
-long each step took in between.
+Times are this process's monotonic seconds.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from kvbridge.telemetry.facts import (
     RoomFinished,
     RoomOffered,
 )
-from kvbridge.telemetry.recent import Recent, Timeline
+from kvbridge.telemetry.recent import Timeline
+from kvbridge.telemetry.record import NodeRecord
 
 MAX_ORDERS = 32
-"""The first orders of a room are spans of their own; a long prompt on many ranks has thousands."""
+"""Orders of a room with spans of their own; a long prompt on many ranks has thousands of orders."""
 
 COMMIT, SEND = "commit", "send"
 PARTS: Mapping[Role, Mapping[RoomState, str]] = {
@@ -47,7 +47,7 @@ PARTS: Mapping[Role, Mapping[RoomState, str]] = {
         RoomState.TRANSFERRING: SEND,
     },
 }
-"""By role and state of a room, the name of the span of the wait in that state."""
+"""Name of the span of a wait, by role and by the room's state."""
 
 Attributes = dict[str, str | int | float | bool]
 
@@ -62,11 +62,11 @@ class Span:
     end_s: float
     attributes: Attributes
     serves: bool = False
-    """The span answers a request of another process."""
+    """Whether the span answers a request of another process."""
     calls: bool = False
-    """The span waits for the answer of another process."""
+    """Whether the span waits for the answer of another process."""
     error: str = ""
-    """Why it failed; empty when it did not."""
+    """Why it failed; empty after success."""
 
 
 Record = Callable[[Span], None]
@@ -77,12 +77,12 @@ class SpanReader:
     """A reader of facts that records spans. Used from the event loop's thread only."""
 
     def __init__(
-        self, record: Record, parts: Mapping[RoomState, str] | None = None, recent: Recent | None = None
+        self, record: Record, parts: Mapping[RoomState, str] | None = None, rooms: NodeRecord | None = None
     ) -> None:
-        """`parts` and `recent` of the role's rooms are None where there are none. `recent` reads each fact before this reader."""
+        """`parts`: the names for the role's waits. `rooms` reads each fact before this reader. Both are None without rooms."""
         self._record = record
         self._parts = parts or {}
-        self._recent = recent or Recent()
+        self._rooms = rooms
         self._sender = secrets.token_hex(4)
         """Distinguishes the `send` spans of several prefill nodes below one offer."""
         self.table: Reader = {
@@ -109,7 +109,7 @@ class SpanReader:
         self._record(Span("reserve", fact.trace, now_s - fact.seconds, now_s, about, calls=True, error=fact.code))
 
     def _request_answered(self, now_s: float, fact: RequestAnswered) -> None:
-        """The admission is a part of the room's span, or a span of its own when the room was not admitted."""
+        """Record the admission: a part of the room's span, or a span of its own when the room was not admitted."""
         if fact.trace is None or not fact.trace.recorded:
             return
         begin_s = now_s - fact.seconds
@@ -120,16 +120,21 @@ class SpanReader:
             self._record(Span("admission", fact.trace.child("admission"), begin_s, now_s, _named(fact)))
 
     def _room_entered(self, _now_s: float, fact: RoomEntered) -> None:
-        if fact.state.final and (found := self._recent.of(fact.room, fact.generation)) is not None:
-            for span in _RoomSpans(found[1], self._parts, self._sender).all():
+        if fact.state.final and (room := self._room(fact)) is not None:
+            for span in room.all():
                 self._record(span)
 
     def _order_ended(self, now_s: float, fact: OrderEnded) -> None:
-        """Record an order that ends after its room: the others are among the room's spans."""
-        found = self._recent.of(fact.room, fact.generation)
-        if found is not None and found[1].entered.state.final:
-            for span in _RoomSpans(found[1], self._parts, self._sender).late(now_s, fact):
+        """Record an order that ends after its room. The room's spans have the other orders."""
+        room = self._room(fact)
+        if room is not None and room.last.state.final:
+            began_s = next((at_s for at_s, began in room.began() if began.order == fact.order), None)
+            for span in () if began_s is None else room.order(began_s, now_s, fact):
                 self._record(span)
+
+    def _room(self, fact: RoomFact) -> _RoomSpans | None:
+        found = self._rooms.of(fact.room, fact.generation) if self._rooms is not None else None
+        return None if found is None else _RoomSpans(found[1], self._parts, self._sender)
 
 
 class _RoomSpans:
@@ -138,10 +143,11 @@ class _RoomSpans:
     def __init__(self, timeline: Timeline, parts: Mapping[RoomState, str], sender: str) -> None:
         self._timeline = timeline
         self._parts = parts
+        self.last = timeline.entered
         first = timeline.facts[0][1]
         own = first.trace if isinstance(first, RoomEntered) and not first.state.final else None
-        self._room = own if own is not None and own.recorded else None
-        """The room's own span; None where only the sending is a part of a trace."""
+        self._whole = own if own is not None and own.recorded else None
+        """The room's own span; None where a trace has the sending alone."""
         self._send: TraceContext | None = None
         for _, fact in timeline.facts:
             # Sending is a part of the decode node's trace, whoever has admitted the room here.
@@ -150,38 +156,36 @@ class _RoomSpans:
         self._about = _named(timeline.entered)
 
     def all(self) -> Iterator[Span]:
-        """Return every span of a room that has ended."""
-        if self._room is not None or self._send is not None:
-            yield from self._waits()
-            yield from self._publications()
-            yield from self._orders()
-        if self._room is not None:
-            yield from self._verification(self._room)
-            yield self._whole(self._room)
+        """Yield every span of a room that has ended."""
+        if (above := self._whole or self._send) is None:
+            return
+        yield from self._waits()
+        yield from self._publications(above)
+        began_s = {fact.order: at_s for at_s, fact in self.began()}
+        for at_s, fact in self._timeline.facts:
+            if isinstance(fact, OrderEnded) and fact.order in began_s:
+                yield from self.order(began_s[fact.order], at_s, fact)
+        if self._whole is not None:
+            yield from self._room(self._whole)
 
-    def late(self, now_s: float, ended: OrderEnded) -> Iterator[Span]:
-        """Return the spans of an order that has ended after its room."""
-        for began_s, began in self._began():
-            if began.order == ended.order:
-                yield from self._order(began_s, now_s, ended)
-
-    def _whole(self, room: TraceContext) -> Span:
-        last = self._timeline.entered
-        about: Attributes = {
-            **self._about,
-            "kvbridge.state": last.state.value,
-            "kvbridge.prompt_tokens": last.prompt_tokens,
-            "kvbridge.bytes": last.bytes,
-        }
+    def _room(self, room: TraceContext) -> Iterator[Span]:
+        """Yield the room itself, and the comparison of checksums: no state, but a part of the wait for the commit."""
+        last, about = self.last, dict(self._about)
+        for at_s, fact in self._timeline.facts:
+            if isinstance(fact, PhasesEnded) and "verify" in fact.phases_s:
+                busy = about | {"kvbridge.busy_s": fact.phases_s.get("verify_busy", 0.0)}
+                yield Span("verify", room.child(COMMIT).child("verify"), at_s - fact.phases_s["verify"], at_s, busy)
+        about["kvbridge.state"] = last.state.value
+        about |= {"kvbridge.prompt_tokens": last.prompt_tokens, "kvbridge.bytes": last.bytes}
         if last.code:
             about |= {"kvbridge.code": last.code, "kvbridge.reason": last.reason}
         if last.limit:
             about["kvbridge.limit"] = last.limit
         begin_s, end_s = self._timeline.asked_s, self._timeline.entered_s
-        return Span("room", room, begin_s, end_s, about, serves=True, error=_error(last))
+        yield Span("room", room, begin_s, end_s, about, serves=True, error=_error(last))
 
     def _waits(self) -> Iterator[Span]:
-        """Return a span for each wait of the room; a wait may cover several states."""
+        """Yield a span for each wait of the room; a wait may cover several states."""
         part, part_s = "", 0.0
         for at_s, fact in self._timeline.facts:
             following = part
@@ -191,7 +195,7 @@ class _RoomSpans:
                 following = SEND
             if following == part:
                 continue
-            context = self._send if part == SEND else self._room and self._room.child(part)
+            context = self._send if part == SEND else self._whole and self._whole.child(part)
             if part and context is not None:
                 about = self._about | ({"kvbridge.peer": fact.peer} if fact.peer else {})
                 if part == SEND and isinstance(fact, RoomEntered):
@@ -200,42 +204,32 @@ class _RoomSpans:
                 yield Span(part, context, part_s, at_s, about, error=_error(fact))
             part, part_s = following, at_s
 
-    def _publications(self) -> Iterator[Span]:
-        """Return a span for each engine that has begun to compute the room, until it has published everything or the room ends."""
+    def _publications(self, above: TraceContext) -> Iterator[Span]:
+        """Yield a span for each engine that has begun the room, until it has published everything or the room ends."""
         begun_s: dict[str, float] = {}
         ended: list[tuple[str, float, float, str]] = []
-        last, above = self._timeline.entered, self._room or self._send
         for at_s, fact in self._timeline.facts:
             if isinstance(fact, RoomBegun):
                 begun_s[fact.engine] = at_s
             elif isinstance(fact, RoomFinished) and fact.engine in begun_s:
                 ended.append((fact.engine, begun_s.pop(fact.engine), at_s, ""))
-        error = last.reason or last.state.value
+        error = self.last.reason or self.last.state.value
         ended += [(engine, at_s, self._timeline.entered_s, error) for engine, at_s in begun_s.items()]
         for engine, begin_s, end_s, why in ended:
-            if above is not None:
-                about = self._about | {"kvbridge.engine": engine}
-                yield Span("publish", above.child(f"publish {engine}"), begin_s, end_s, about, error=why)
+            about = self._about | {"kvbridge.engine": engine}
+            yield Span("publish", above.child(f"publish {engine}"), begin_s, end_s, about, error=why)
 
-    def _verification(self, room: TraceContext) -> Iterator[Span]:
-        """Return the comparison of checksums: no state of a room, but a part of the wait for the commit."""
-        context = room.child(COMMIT).child("verify")
-        for at_s, fact in self._timeline.facts:
-            if isinstance(fact, PhasesEnded) and "verify" in fact.phases_s:
-                about = self._about | {"kvbridge.busy_s": fact.phases_s.get("verify_busy", 0.0)}
-                yield Span("verify", context, at_s - fact.phases_s["verify"], at_s, about)
-
-    def _began(self) -> list[tuple[float, OrderBegan]]:
+    def began(self) -> list[tuple[float, OrderBegan]]:
+        """Return the orders that have spans, with their beginnings."""
         began = [(at_s, fact) for at_s, fact in self._timeline.facts if isinstance(fact, OrderBegan)]
         return began[:MAX_ORDERS]
 
-    def _orders(self) -> Iterator[Span]:
-        began_s = {fact.order: at_s for at_s, fact in self._began()}
-        for at_s, fact in self._timeline.facts:
-            if isinstance(fact, OrderEnded) and fact.order in began_s:
-                yield from self._order(began_s[fact.order], at_s, fact)
+    def order(self, began_s: float, ended_s: float, fact: OrderEnded) -> Iterator[Span]:
+        """Yield an order and its steps.
 
-    def _order(self, began_s: float, ended_s: float, fact: OrderEnded) -> Iterator[Span]:
+        The node knows when it told the rank worker, when it heard of the end, and how long each step took. The worker began and
+        ended within these two moments, so the steps are laid out backwards from the end.
+        """
         if self._send is None:
             return
         context = self._send.child(f"order {fact.order}")
@@ -243,7 +237,6 @@ class _RoomSpans:
         moved_bytes = sum(part.bytes for part in fact.amounts.values())
         moved: Attributes = {**about, "kvbridge.transport": fact.transport, "kvbridge.bytes": moved_bytes}
         yield Span("order", context, began_s, ended_s, moved, error=fact.code)
-        # The worker was told after the order began, and had ended before we knew: from the end backwards, all of it is inside.
         submitted_s = ended_s - fact.seconds.get("move", 0.0)
         planned_s = submitted_s - fact.seconds.get("submit", 0.0)
         steps = (

@@ -1,7 +1,7 @@
 """Sends spans to a collector: OpenTelemetry, OTLP over HTTP. The extra `traces` installs the libraries.
 
-Spans wait in a bounded queue, and a thread of its own sends them: a slow or absent collector costs spans, and delays only `close`.
-No provider of spans is registered, so FastAPI, which asks OpenTelemetry for one, gets none.
+Spans wait in a bounded queue, and a thread sends them: a slow or absent collector costs spans, and delays only `close`. Nothing
+registers a provider of spans, so FastAPI, which asks OpenTelemetry for one, gets none.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from kvbridge.telemetry.spans import Span
 log = structlog.get_logger(__name__)
 
 MAX_QUEUE = 8_192
-"""Spans that may wait; further ones are dropped."""
+"""Limit of waiting spans; further spans are dropped."""
 BATCH = 512
 EVERY_S = 1.0
-"""A span waits at most so long while no other spans are being sent."""
+"""Longest wait of a span while no other spans are being sent."""
 SAY_EVERY_S = 60.0
-"""At least so long lies between two log lines about lost spans."""
+"""Shortest time between two log lines about lost spans."""
 STEP_NS = 1_000_000
-"""Spans follow the host's clock when it was set by more than this; smaller differences come from reading two clocks."""
+"""Spans follow the host's clock when somebody sets it by more than this; smaller differences come from reading two clocks."""
 
 _SAMPLED, _FINE = TraceFlags(TraceFlags.SAMPLED), Status()
 _SCOPE = InstrumentationScope("kvbridge", __version__)
@@ -86,15 +86,9 @@ class SpanExport:
     """Sends spans to one collector. Used from the event loop's thread only; its own thread ends with `close`."""
 
     def __init__(
-        self,
-        endpoint: str,
-        *,
-        timeout_s: float,
-        names: Mapping[str, str],
-        metrics: Metrics,
-        clock: Clock = monotonic,
+        self, endpoint: str, *, timeout_s: float, names: Mapping[str, str], metrics: Metrics, clock: Clock = monotonic
     ) -> None:
-        """Send spans to the URL `endpoint`. `names`: role, instance, node, incarnation; unknown ones are omitted."""
+        """Send spans to the URL `endpoint`. `names`: role, instance, node, incarnation, without unknown ones."""
         self._endpoint = endpoint
         self._metrics = metrics
         self._clock = clock
@@ -116,7 +110,7 @@ class SpanExport:
         self._said_s = clock() - SAY_EVERY_S
 
     def use_headers(self, headers: Mapping[str, str]) -> None:
-        """Send these headers with each request from now on, in place of earlier ones."""
+        """Send these headers with each request from now on, in place of the earlier headers."""
         for name in self._headers:
             self._session.headers.pop(name, None)
         self._headers = tuple(headers)
@@ -130,7 +124,7 @@ class SpanExport:
         self._taken += 1
         context = span.context
         kind = SpanKind.SERVER if span.serves else SpanKind.CLIENT if span.calls else SpanKind.INTERNAL
-        # Built directly: a tracer would make ids and times of its own, and take four times as long.
+        # A tracer would make ids and times of its own, and take four times as long.
         ended = ReadableSpan(
             span.name,
             _named(context.trace_id, context.span_id),
@@ -167,7 +161,7 @@ class SpanExport:
         ending.start()
         ending.join(timeout_s)
         if ending.is_alive():
-            self._exporter.shutdown()  # so that nothing is tried again; what hangs ends with the process
+            self._exporter.shutdown()  # nothing is tried again; a call that hangs ends with the process
             self._dropped += self._taken - self._ended()
             self._taken = self._ended()
         self.look(everything=True)
@@ -188,7 +182,7 @@ def _named(trace_id: str, span_id: str) -> SpanContext:
 
 
 def _resource(names: Mapping[str, str]) -> Resource:
-    """Return the attributes of this process. The variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES replace and add some."""
+    """Return the attributes of this process; the variables OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES add and replace some."""
     own: dict[str, AnyValue] = {f"kvbridge.{name}": value for name, value in names.items()}
     own |= {
         "service.name": f"kvbridge-{names['role']}",

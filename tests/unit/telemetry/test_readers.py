@@ -11,7 +11,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry import facts
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.readers import NodeReader
+from kvbridge.telemetry.record import NodeRecord
 from kvbridge.telemetry.registry import Metrics
 from tests.helpers.manual_clock import ManualClock
 
@@ -23,10 +23,9 @@ AMOUNTS = {ComponentKind.C4_KV: Amount(lane_rows=1, bytes=584, operations=2)}
 class Counted:
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.metrics = Metrics(role="prefill", clock=self.clock)
+        self.metrics = Metrics(role="prefill")
         self.events = facts.EventStream(self.clock)
-        for table in NodeReader(self.metrics, Seldom(self.metrics.line_left_out, clock=self.clock)).tables:
-            self.events.add_reader(table)
+        NodeRecord(self.events, self.metrics, Seldom(self.metrics.line_left_out, clock=self.clock))
         self.events.emit(facts.PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
 
     def sample(self, name: str, **labels: str) -> float:

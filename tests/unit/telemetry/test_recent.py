@@ -5,8 +5,10 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry import facts
-from kvbridge.telemetry.problems import LATELY_S, MOST_KINDS, Problems, Tally
-from kvbridge.telemetry.recent import KEPT_ENDED, MAX_FACTS_OF_KIND, RECENT_PEERS, Recent
+from kvbridge.telemetry.logs import Seldom
+from kvbridge.telemetry.recent import LATELY_S, MOST_KINDS, Problems, Tally
+from kvbridge.telemetry.record import KEPT_ENDED, MAX_FACTS_OF_KIND, RECENT_PEERS, NodeRecord
+from kvbridge.telemetry.registry import Metrics
 from tests.helpers.manual_clock import ManualClock
 
 R0 = Rank(pp=0, tp=0)
@@ -21,8 +23,7 @@ class Node:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.stream = facts.EventStream(self.clock)
-        self.recent = Recent()
-        self.stream.add_reader(self.recent.table)
+        self.recent = NodeRecord(self.stream, Metrics(role="prefill"), Seldom(lambda _: None))
 
     def enter(self, room: int, *states: RoomState, generation: int = 1, peer: str = "", code: str = "") -> None:
         for state in states:
@@ -80,10 +81,9 @@ def test_ended_rooms_are_forgotten_the_oldest_first_and_completed_ones_do_not_di
 
 
 def test_status_keeps_failures_of_a_quarter_of_an_hour_by_their_cause() -> None:
-    clock, stream = ManualClock(), facts.EventStream()
-    recent = Recent()
+    node, clock = Node(), ManualClock()
+    stream, recent = node.stream, node.recent
     recent.problems = Problems(clock)
-    stream.add_reader(recent.table)
     rooms = [
         facts.RoomEntered(room=one, generation=1, state=S.FAILED, code="c", reason=f"rank {one}") for one in range(9)
     ]

@@ -19,7 +19,9 @@ from kvbridge.telemetry.facts import (
     RoomFinished,
     RoomOffered,
 )
-from kvbridge.telemetry.recent import Recent
+from kvbridge.telemetry.logs import Seldom
+from kvbridge.telemetry.record import NodeRecord
+from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import MAX_ORDERS, PARTS, Span, SpanReader
 from tests.helpers.manual_clock import ManualClock
 
@@ -35,9 +37,8 @@ class Bench:
         self.clock = ManualClock(100.0)
         self.spans: list[Span] = []
         self.stream = EventStream(self.clock)
-        recent = Recent()
-        for reader in (recent, SpanReader(self.spans.append, PARTS[role], recent)):
-            self.stream.add_reader(reader.table)
+        record = NodeRecord(self.stream, Metrics(role=role.value), Seldom(lambda _: None))
+        self.stream.add_reader(SpanReader(self.spans.append, PARTS[role], record).table)
         self.trace: TraceContext | None = begin_with(1.0)(ROUTER)
 
     def happens(self, kind: Any, after_s: float = 1.0, **facts: Any) -> None:
