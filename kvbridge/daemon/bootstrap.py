@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -33,10 +34,8 @@ from kvbridge.config.schema import BootstrapConfig, StoreKind
 from kvbridge.core.errors import CHECKOUT, BridgeError, ConfigError, UnavailableError
 from kvbridge.core.process import moment
 from kvbridge.daemon.lifecycle import Daemon
-from kvbridge.daemon.secret_files import SecretFiles
-from kvbridge.http.app import AppSettings
+from kvbridge.http.app import Document
 from kvbridge.http.bootstrap_app import create_bootstrap_app
-from kvbridge.http.server import Application
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.facts import PairingEnded, PrefixGuessed
@@ -75,10 +74,10 @@ class BootstrapDaemon(Daemon):
         self.incarnation = secrets.token_hex(8)
         self._endpoint_dir = endpoint_dir
         timeouts, daemons, key = config.timeouts, config.daemons, "daemons.token_file"
-        token = self.secrets.add(key, (daemons.token_file,), lambda: read_token(daemons, key=key))
+        token = self.follow(key, (daemons.token_file,), lambda: read_token(daemons, key=key))
         self._daemons = DaemonClient(token=token.current, timeout_s=timeouts.reserve_s)
         token.on_change = self._daemons.use_token
-        self._store = open_store(config, self.metrics, self.secrets)
+        self._store = self._open_store()
         self.directory = Directory(self._store, self._daemons)
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
@@ -94,7 +93,8 @@ class BootstrapDaemon(Daemon):
         await self._look()
         names = {"role": "bootstrap", "incarnation": self.incarnation}
         self.open_traces(self.config.telemetry.traces, names, self.pairing.events)
-        self.open(self.config.http, self._app, shutdown_s=self.config.timeouts.shutdown_s / 2)
+        build = partial(create_bootstrap_app, self.directory, self.pairing, self)
+        self.open(self.config.http, build, shutdown_s=self.config.timeouts.shutdown_s / 2)
         self.background(self._sweep(), "sweep")
         if self._endpoint_dir is not None:
             try:
@@ -110,13 +110,33 @@ class BootstrapDaemon(Daemon):
         await asyncio.to_thread(remove_leftovers, (DEFAULT_DIRECTORY,))
         log.info("daemon_listens", http=self.url, store=repr(self._store))
 
-    def _app(self, settings: AppSettings) -> Application:
-        return create_bootstrap_app(
-            directory=self.directory,
-            pairing=self.pairing,
-            status=self,
-            settings=settings,
-            page=lambda: {"status": self.status()},
+    def _open_store(self) -> Store:
+        """Return the store that the configuration names. Raises ConfigError when this process cannot use the store."""
+        config, directory, timeouts = self.config, self.config.directory, self.config.timeouts
+        rooms = RoomTimes(
+            # The sum of everything that a pairing may wait for: an older claim belongs to no pairing.
+            claim_s=2 * timeouts.pair_s + config.pairing.max_wait_s + timeouts.reserve_s + 2 * timeouts.store_s,
+            keep_s=timeouts.room_keep_s,
+            max_rooms=config.pairing.max_rooms,
+        )
+        if directory.store is StoreKind.MEMORY or directory.redis_url is None:
+            return MemoryStore(expire_after_s=directory.expire_after_s, rooms=rooms)
+        try:
+            from kvbridge.bootstrap.redis_store import RedisStore, redis_client  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"directory.store is redis, which needs the package {error.name}; {CHECKOUT.format('redis')}"
+            ) from error
+        key, file = "directory.redis_password_file", directory.redis_password_file
+        password = self.follow(key, (file,), lambda: read_secret(None, file, key=key))
+        url = directory.redis_url.get_secret_value().strip()
+        return RedisStore(
+            redis_client(url, lambda: password.current, timeout_s=timeouts.store_s),
+            namespace=directory.namespace,
+            timeout_s=timeouts.store_s,
+            expire_after_s=directory.expire_after_s,
+            rooms=rooms,
+            metrics=self.metrics,
         )
 
     def close_parts(self, last_first: AsyncExitStack) -> None:
@@ -207,6 +227,10 @@ class BootstrapDaemon(Daemon):
         self.metrics.assign(READY, self.readiness().ready)
         return self.metrics.render(accept)
 
+    def page(self) -> Document:
+        """Return the document of the status page."""
+        return {"status": self.status()}
+
     def _paired(self, _now_s: float, fact: PairingEnded) -> None:
         self.metrics.count(PAIRINGS, fact.outcome)
         self._requests.add(fact.outcome)
@@ -222,33 +246,3 @@ def _state_of(instance: InstanceView) -> str:
     if not instance.complete:
         return "incomplete"
     return "ready" if instance.ready else "not_ready"
-
-
-def open_store(config: BootstrapConfig, metrics: Metrics, files: SecretFiles) -> Store:
-    """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
-    directory, timeouts = config.directory, config.timeouts
-    rooms = RoomTimes(
-        # The sum of everything that a pairing may wait for: an older claim belongs to no pairing.
-        claim_s=2 * timeouts.pair_s + config.pairing.max_wait_s + timeouts.reserve_s + 2 * timeouts.store_s,
-        keep_s=timeouts.room_keep_s,
-        max_rooms=config.pairing.max_rooms,
-    )
-    if directory.store is StoreKind.MEMORY or directory.redis_url is None:
-        return MemoryStore(expire_after_s=directory.expire_after_s, rooms=rooms)
-    try:
-        from kvbridge.bootstrap.redis_store import RedisStore, redis_client  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"directory.store is redis, which needs the package {error.name}; {CHECKOUT.format('redis')}"
-        ) from error
-    key, file = "directory.redis_password_file", directory.redis_password_file
-    password = files.add(key, (file,), lambda: read_secret(None, file, key=key))
-    url = directory.redis_url.get_secret_value().strip()
-    return RedisStore(
-        redis_client(url, lambda: password.current, timeout_s=timeouts.store_s),
-        namespace=directory.namespace,
-        timeout_s=timeouts.store_s,
-        expire_after_s=directory.expire_after_s,
-        rooms=rooms,
-        metrics=metrics,
-    )

@@ -1,4 +1,4 @@
-"""The base of every daemon: its HTTP API, background tasks, secrets and traces; its life from start to signal to close."""
+"""The base of every daemon: its HTTP API, background tasks, secrets and traces, and its life from start to close."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import gc
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import structlog
 
@@ -16,10 +17,9 @@ from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness
 from kvbridge.config.endpoints import DirectoryLinkConfig, HttpConfig, TracesConfig
 from kvbridge.config.loading import read_grants, read_secrets, read_token
-from kvbridge.core.errors import CHECKOUT, ConfigError
+from kvbridge.core.errors import CHECKOUT, BridgeError, ConfigError
 from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
-from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.app import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
@@ -35,19 +35,64 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 EXPORT_S = 5.0
-"""A batch of spans reaches the collector within this, or is lost."""
+"""A batch of spans reaches the collector within this time, or is lost."""
+LOOK_S = 1.0
+"""Time between two checks of the secrets' files."""
+
+SecretT = TypeVar("SecretT")
+
+
+class FollowedSecret(Generic[SecretT]):
+    """One secret in files: read at the start, and again when a file has changed."""
+
+    def __init__(self, key: str, files: Iterable[Path | None], read: Callable[[], SecretT]) -> None:
+        """`key` names the secret in logs. `read` must not change anything. Raises the errors of `read`."""
+        self._key = key
+        self._files = tuple(file for file in files if file is not None)
+        self._read = read
+        self._stamp = self._look()
+        self.current = read()
+        self.on_change: Callable[[SecretT], None] = lambda _: None
+        """Called with each new secret."""
+
+    def follow(self) -> None:
+        """Read the secret again if its files have changed. An unreadable secret changes nothing."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            fresh = self._read()
+        except BridgeError as error:
+            log.error("secret_unreadable", key=self._key, effect="the former secret stays in force", reason=str(error))
+            return
+        if fresh != self.current:
+            self.current = fresh
+            self.on_change(fresh)
+            log.info("secret_changed", key=self._key)
+
+    def _look(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(_stamp, self._files))
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size, found.st_mode
 
 
 class Daemon:
-    """A daemon: an HTTP API, tasks in the background, and what a subclass adds. Drive it with `run_daemon`."""
+    """An HTTP API, tasks in the background, and the parts of a subclass. Run it with `run_daemon`."""
 
     def __init__(self, metrics: Metrics, *, spans_s: float, seldom: Seldom | None = None) -> None:
-        """`spans_s`: time for sending the last spans. `seldom` limits log lines; by default it is made here."""
+        """`spans_s`: time for sending the last spans. `seldom`: limits log lines (default: a new one)."""
         self.metrics = metrics
         self.seldom = seldom or Seldom(metrics.line_left_out)
-        self.secrets = SecretFiles()
+        self._secrets: list[FollowedSecret[Any]] = []
         self.begin_trace: BeginTrace = pass_on
-        """Makes a request's first span here."""
+        """Makes the first span of a request."""
         self._spans_s = spans_s
         self._export: SpanExport | None = None
         self.started_at = moment()
@@ -60,19 +105,19 @@ class Daemon:
     # ------------------------------------------------------------------ from start to end
 
     async def start(self) -> None:
-        """Open the endpoints. Raises BridgeError when that fails; `close` is called all the same."""
+        """Open the endpoints. Raises BridgeError; call `close` all the same."""
 
     async def failed(self) -> None:
-        """Raise when a part that the daemon cannot do without has ended; otherwise wait for ever."""
+        """Wait until a part has ended that the daemon cannot do without, and raise its error."""
         await self._broken.wait()
         assert self._error is not None
         raise self._error
 
     async def drain(self) -> None:
-        """Admit nothing more, and let what is under way end, within the daemon's own limits."""
+        """Admit nothing more, and let rooms and requests end within the daemon's own limits."""
 
     async def close(self) -> None:
-        """Close everything, users before what they use. Harmless when nothing is open. Raises errors when everything is closed."""
+        """Close everything, each user before its parts. Harmless when nothing is open. Raises errors after closing everything."""
         async with AsyncExitStack() as last_first:
             last_first.callback(self.seldom.tell, everything=True)
             last_first.push_async_callback(self._close_traces)
@@ -85,7 +130,7 @@ class Daemon:
             self._tasks.clear()
 
     def close_parts(self, last_first: AsyncExitStack) -> None:
-        """Push what closes the parts behind the HTTP API: the last one pushed is called first."""
+        """Push the closing calls of the parts behind the HTTP API: the last pushed is called first."""
 
     # ------------------------------------------------------------------ parts
 
@@ -100,17 +145,29 @@ class Daemon:
         Requests in progress get `shutdown_s` to end, and the same once more after they are cut off.
         """
         key = "http.token_file"
-        tokens = self.secrets.add(key, (http.token_file,), lambda: read_grants(http, key=key))
+        tokens = self.follow(key, (http.token_file,), lambda: read_grants(http, key=key))
         settings = AppSettings(http=http, grants=lambda: tokens.current, begin_trace=self.begin_trace)
         self._http = server = HttpServer(build(settings), http, self.seldom, shutdown_s=shutdown_s)
         if (tls := server.tls) is not None:
-            pair = self.secrets.add("http.tls_certificate_file", (tls.certificate, tls.key), tls.read)
+            pair = self.follow("http.tls_certificate_file", (tls.certificate, tls.key), tls.read)
             pair.on_change = lambda _: server.use_certificate()
         self.background(server.wait_ended(), "http")
-        self.background(self.secrets.run(), "secrets")
+        self.background(self._follow_all(), "secrets")
+
+    def follow(self, key: str, files: Iterable[Path | None], read: Callable[[], SecretT]) -> FollowedSecret[SecretT]:
+        """Read a secret, and follow its files from now on. Raises the errors of `read`."""
+        secret = FollowedSecret(key, files, read)
+        self._secrets.append(secret)
+        return secret
+
+    async def _follow_all(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for secret in self._secrets:
+                secret.follow()
 
     def background(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run a task until `close`. An error that it raises ends the daemon."""
+        """Run a task until `close`. Its error ends the daemon."""
         task = asyncio.create_task(work, name=name)
         self._tasks.append(task)
         task.add_done_callback(self._task_ended)
@@ -123,9 +180,9 @@ class Daemon:
             self._broken.set()
 
     def tell(self, readiness: Readiness | None) -> None:
-        """Log what is news: whether the daemon is ready, and how many lines and spans were left out. Call it often.
+        """Log a change of readiness, and the number of lines and spans that were left out. Call this often.
 
-        `readiness`: None while the daemon ends, which is no news.
+        `readiness`: None while the daemon ends.
         """
         if readiness is not None and readiness.ready != self._ready:
             self._ready = readiness.ready
@@ -138,9 +195,9 @@ class Daemon:
             self._export.look()
 
     def open_directory(self, link: DirectoryLinkConfig, *, timeout_s: float, key: str = "") -> list[DirectoryClient]:
-        """Return clients of the directory's replicas, which show the configured token. `key` names `timeout_s` in errors."""
+        """Return clients of the directory's replicas with the configured token. `key` names `timeout_s` in errors."""
         name = "bootstrap.token_file"
-        token = self.secrets.add(name, (link.token_file,), lambda: read_token(link, key=name))
+        token = self.follow(name, (link.token_file,), lambda: read_token(link, key=name))
         clients = [
             DirectoryClient(url, token=token.current, timeout_s=timeout_s, timeout_key=key)
             for url in (link.url, *link.other_urls)
@@ -166,8 +223,7 @@ class Daemon:
     ) -> None:
         """Send spans of facts from now on, if the configuration names a collector.
 
-        `names` say which daemon it is; `parts` and `rooms` are as for `SpanReader`. Raises ConfigError when the extra is not
-        installed.
+        `names`: as for `SpanExport`; `parts`, `rooms`: as for `SpanReader`. Raises ConfigError without the extra.
         """
         if not config.endpoint:
             return
@@ -178,7 +234,7 @@ class Daemon:
                 f"telemetry.traces.endpoint is set, which needs the package {error.name}; {CHECKOUT.format('traces')}"
             ) from error
         file, key = config.headers_file, "telemetry.traces.headers_file"
-        headers = self.secrets.add(key, (file,), lambda: parse_headers(read_secrets(None, file, key=key), key=key))
+        headers = self.follow(key, (file,), lambda: parse_headers(read_secrets(None, file, key=key), key=key))
         self._export = SpanExport(config.url, timeout_s=EXPORT_S, names=names, metrics=self.metrics)
         self._export.use_headers(headers.current)
         headers.on_change = self._export.use_headers
@@ -210,7 +266,7 @@ async def run_daemon(daemon: Daemon) -> None:
         loop.add_signal_handler(number, on_signal, number)
     try:
         await _first(daemon.start(), stop.wait())
-        # A daemon's parts stay for ever: each pass of the cycle collector over them would stop the loop.
+        # A daemon's parts stay until its end, and each pass of the cycle collector over them would stop the loop.
         gc.collect()
         gc.freeze()
         if not stop.is_set():

@@ -9,6 +9,7 @@ import asyncio
 import os
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,7 @@ from kvbridge.daemon.links import Links, curve_keys
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.status import NodeOverview
-from kvbridge.http.app import AppSettings
 from kvbridge.http.daemon_app import create_daemon_app
-from kvbridge.http.server import Application
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -79,7 +78,8 @@ class NodeDaemon(Daemon):
             index, settings = parts.prefixes.index, config.tier.events
             feed = CacheFeed(index, parts.geometry.tokens_per_page, checkpoints=settings.checkpoints)
             self._kv_events = KvEvents(settings, feed)
-        self.open(config.http, self._app, shutdown_s=self._closing_part_s)
+        build = partial(create_daemon_app, self.admission, self.rooms, self.overview)
+        self.open(config.http, build, shutdown_s=self._closing_part_s)
         self._announce(self.url)
         self.background(self._ticks(), "ticks")
         await self._create_memory(group)
@@ -149,16 +149,6 @@ class NodeDaemon(Daemon):
                 self.peers.watch()
 
     # ------------------------------------------------------------------ parts
-
-    def _app(self, settings: AppSettings) -> Application:
-        return create_daemon_app(
-            admission=self.admission,
-            rooms=self.rooms,
-            status=self.overview,
-            settings=settings,
-            timeline_of=self.overview.timeline,
-            page=self.overview.page,
-        )
 
     async def _create_memory(self, group: int | None) -> None:
         config, begun_s = self.parts.config, time.monotonic()

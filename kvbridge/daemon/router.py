@@ -17,9 +17,8 @@ from kvbridge.config.schema import RouterConfig
 from kvbridge.core.ids import Role
 from kvbridge.core.process import moment
 from kvbridge.daemon.lifecycle import Daemon
-from kvbridge.http.app import AppSettings
+from kvbridge.http.app import Document
 from kvbridge.http.router_app import create_router_app
-from kvbridge.http.server import Application
 from kvbridge.router.exchange import Router
 from kvbridge.router.servers import OpenAiServers, Servers
 from kvbridge.telemetry.metrics import READY, ROUTER_SERVERS
@@ -53,15 +52,12 @@ class RouterDaemon(Daemon):
             self.servers.use(Role.PREFILL, self.config.prefill)
             self.servers.use(Role.DECODE, self.config.decode)
             self.servers.follow()
-        shutdown_s = self.config.timeouts.shutdown_s / 5
-        self.open(self.config.http, self._app, shutdown_s=shutdown_s)
+        build = partial(create_router_app, self.router, self)
+        self.open(self.config.http, build, shutdown_s=self.config.timeouts.shutdown_s / 5)
         self.background(self._look(), "look")
         if self._replicas:
             self.background(self.servers.run(), "directory")
         log.info("daemon_listens", http=self.url, order=self.config.order.value)
-
-    def _app(self, settings: AppSettings) -> Application:
-        return create_router_app(self.router, self, settings, lambda: {"status": self.status()})
 
     async def drain(self) -> None:
         """Refuse new requests, and let answers end."""
@@ -117,6 +113,10 @@ class RouterDaemon(Daemon):
             requests=self.router.requests.lately(),
             problems=self.servers.problems.lately(),
         )
+
+    def page(self) -> Document:
+        """Return the document of the status page."""
+        return {"status": self.status()}
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set the gauges, and return the metrics page in pieces, in an accepted form, and its content type."""

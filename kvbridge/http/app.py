@@ -106,7 +106,10 @@ class StatusPort(Protocol):
         """Return whether new rooms can be admitted, and every reason why not."""
 
     def status(self) -> BaseModel:
-        """Return everything that an operator wants to see."""
+        """Return the document of `/status`."""
+
+    def page(self) -> Document:
+        """Return the document of the status page."""
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Return the page of metrics in pieces, in the form that an Accept header asks for, and its content type."""
@@ -126,7 +129,7 @@ class Version(FrozenModel):
     protocol_version: NonNegative = PROTOCOL_VERSION
 
 
-def assemble_app(  # noqa: PLR0913 - applications differ in each of these
+def assemble_app(
     title: str,
     routers: Sequence[APIRouter],
     bodies: Iterable[type[BaseModel]],
@@ -134,11 +137,10 @@ def assemble_app(  # noqa: PLR0913 - applications differ in each of these
     status: StatusPort,
     kind: type[BaseModel],
     settings: AppSettings,
-    page: Callable[[], Document],
 ) -> FastAPI:
     """Build an application from its own routers and the operators' routes.
 
-    `bodies` are the models that routes read by `read_body`, `kind` is that of `/status`, `page` makes the status page's document.
+    `bodies`: the models that routes read by `read_body`; `kind`: the model of `/status`.
     """
     app = FastAPI(
         title=title,
@@ -153,7 +155,7 @@ def assemble_app(  # noqa: PLR0913 - applications differ in each of these
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     asks_token = bool(settings.grants())
-    for router in [*routers, _operators_router(status, kind), page_router(page, asks_token=asks_token)]:
+    for router in [*routers, _operators_router(status, kind), page_router(status.page, asks_token=asks_token)]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
@@ -22,7 +21,7 @@ from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.prefixes import Namespaces
-from kvbridge.http.app import AppSettings, Document, StatusPort, assemble_app
+from kvbridge.http.app import AppSettings, StatusPort, assemble_app
 from kvbridge.http.requests import (
     CREATED,
     LEFT,
@@ -43,18 +42,12 @@ NODE = "/{instance}/nodes/{node}"
 
 
 def create_bootstrap_app(
-    *,
-    directory: Directory,
-    pairing: PairingService,
-    status: StatusPort,
-    settings: AppSettings,
-    page: Callable[[], Document],
+    directory: Directory, pairing: PairingService, status: StatusPort, settings: AppSettings
 ) -> FastAPI:
     """Build the application of bootstrap; it holds no state of its own."""
     routers = [_pairs_router(pairing, settings), _directory_router(directory)]
     bodies = (PairRequest, NodeRegistration, NodeHeartbeat)
-    title = "kvbridge bootstrap"
-    return assemble_app(title, routers, bodies, status=status, kind=BootstrapStatus, settings=settings, page=page)
+    return assemble_app("kvbridge bootstrap", routers, bodies, status=status, kind=BootstrapStatus, settings=settings)
 
 
 def _pairs_router(pairing: PairingService, settings: AppSettings) -> APIRouter:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import Response
@@ -15,7 +14,7 @@ from kvbridge.core.errors import InvalidInputError, StaleError
 from kvbridge.core.ids import FrozenModel, Positive
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.tables import RoomState
-from kvbridge.http.app import AppSettings, Document, StatusPort, assemble_app
+from kvbridge.http.app import AppSettings, StatusPort, assemble_app
 from kvbridge.http.requests import CREATED, LEFT, REQUESTS, RoomPath, create, plain_post, while_connected
 from kvbridge.node.admission import AdmissionController
 from kvbridge.node.rooms import Rooms
@@ -45,26 +44,24 @@ class Dropping(FrozenModel, defer_build=False):
     store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"
 
 
+class NodePort(StatusPort, Protocol):
+    """A node, as its operators see it."""
+
+    def timeline(self, room: int, generation: int | None) -> RoomTimeline:
+        """Return the timeline of a room, by default of the newest attempt. Raises UnknownRoomError."""
+
+
 def create_daemon_app(
-    *,
-    admission: AdmissionController,
-    rooms: Rooms[Any],
-    status: StatusPort,
-    settings: AppSettings,
-    timeline_of: Callable[[int, int | None], RoomTimeline],
-    page: Callable[[], Document],
+    admission: AdmissionController, rooms: Rooms[Any], status: NodePort, settings: AppSettings
 ) -> FastAPI:
-    """Build the application of a daemon; it holds no state of its own. `timeline_of` gets a room and a generation."""
-    routers = [_rooms_router(admission, rooms, settings, timeline_of), _prefixes_router(rooms)]
+    """Build the application of a prefill or decode daemon; it holds no state of its own."""
+    routers = [_rooms_router(admission, rooms, status, settings), _prefixes_router(rooms)]
     title, bodies = f"kvbridge {rooms.role} daemon", (AdmissionRequest,)
-    return assemble_app(title, routers, bodies, status=status, kind=NodeStatus, settings=settings, page=page)
+    return assemble_app(title, routers, bodies, status=status, kind=NodeStatus, settings=settings)
 
 
 def _rooms_router(
-    admission: AdmissionController,
-    rooms: Rooms[Any],
-    settings: AppSettings,
-    timeline_of: Callable[[int, int | None], RoomTimeline],
+    admission: AdmissionController, rooms: Rooms[Any], status: NodePort, settings: AppSettings
 ) -> APIRouter:
     router = APIRouter(prefix=REQUESTS, tags=["requests"])
 
@@ -109,7 +106,7 @@ def _rooms_router(
     @router.get("/{room}/timeline")
     async def get_room_timeline(room: RoomPath, generation: GenerationQuery = None) -> RoomTimeline:
         """Return the events of a room on this node, while it is open and for a while after its end."""
-        return timeline_of(room, generation)
+        return status.timeline(room, generation)
 
     return router
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -20,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvbridge.api.status import RouterStatus
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
-from kvbridge.http.app import AppSettings, Document, StatusPort, assemble_app
+from kvbridge.http.app import AppSettings, StatusPort, assemble_app
 from kvbridge.http.requests import wait_closed
 from kvbridge.router.bodies import Asked
 from kvbridge.router.exchange import EVENT_END, Router
@@ -30,9 +29,7 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 PASSED_ON = ("authorization", "traceparent", "tracestate", "x-session-id", "x-vllm-priority")
 
 
-def create_router_app(
-    router: Router, status: StatusPort, settings: AppSettings, page: Callable[[], Document]
-) -> FastAPI:
+def create_router_app(router: Router, status: StatusPort, settings: AppSettings) -> FastAPI:
     """Build the application of the router; it holds no state of its own."""
     routes = APIRouter(tags=["openai"])
 
@@ -52,8 +49,7 @@ def create_router_app(
             return _openai_error(error)
         return Response(content, code, media_type="application/json")
 
-    title = "kvbridge router"
-    return assemble_app(title, [routes], (), status=status, kind=RouterStatus, settings=settings, page=page)
+    return assemble_app("kvbridge router", [routes], (), status=status, kind=RouterStatus, settings=settings)
 
 
 def _passed_on(headers: Headers) -> dict[str, str]:

@@ -121,7 +121,7 @@ def test_headers_come_from_their_file_and_change_with_it(tmp_path: Path):
         config, stream = TracesConfig(endpoint=collector.url, headers_file=file), EventStream()
         daemon = opened(config, stream)
         file.write_text("x-key: another\n")
-        [secret] = daemon.secrets._followed
+        [secret] = daemon._secrets
         secret.follow()
         trace = daemon.begin_trace(None)
         stream.emit(PairingEnded(room=1, generation=1, seconds=0.5, outcome="paired", trace=trace))

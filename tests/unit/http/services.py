@@ -1,6 +1,7 @@
 """Services behind the endpoints, for tests."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
@@ -147,8 +148,12 @@ BOOTSTRAP_PAGE = BootstrapStatus(
 
 
 class FakeStatus:
-    def __init__(self, page: BaseModel = NODE_PAGE) -> None:
+    """A daemon as its operators see it; its page shows how often it was made."""
+
+    def __init__(self, page: BaseModel = NODE_PAGE, rooms: FakeRooms | None = None) -> None:
         self.ready = Readiness(ready=True)
+        self.timeline = (rooms or FakeRooms()).timeline
+        self._made = itertools.count(1)
         self._page = page
         self.served: list[tuple[object, ...]] = []
         self.answers: list[tuple[str, str, int]] = []
@@ -158,6 +163,9 @@ class FakeStatus:
 
     def status(self) -> Any:
         return self._page
+
+    def page(self) -> dict[str, Any]:
+        return {"status": self._page, "made": next(self._made)}
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         return iter((b"kvbridge_rooms 1 # ", accept.encode(), b"\n")), "text/plain; version=0.0.4"
@@ -184,13 +192,5 @@ def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:
 def daemon_app(
     rooms: FakeRooms, status: FakeStatus | None = None, *, tokens: Sequence[str] = (), **more: Any
 ) -> FastAPI:
-    """A daemon's application over `rooms`; its page shows how often it was made."""
-    made = iter(range(1, 1_000))
-    return create_daemon_app(
-        admission=rooms,
-        rooms=rooms,
-        status=status or FakeStatus(),
-        settings=settings(tokens, **more),
-        timeline_of=rooms.timeline,
-        page=lambda: {"status": NODE_PAGE, "made": next(made)},
-    )
+    """A daemon's application over `rooms`."""
+    return create_daemon_app(rooms, rooms, status or FakeStatus(rooms=rooms), settings(tokens, **more))

@@ -36,11 +36,7 @@ class Setup:
         self.directory = Directory(store, self.daemons)
         pairing = PairingService(self.directory, store, self.daemons, **LIMITS)
         self.app = create_bootstrap_app(
-            directory=self.directory,
-            pairing=pairing,
-            status=FakeStatus(BOOTSTRAP_PAGE),
-            settings=settings(tokens=("t",), max_body_bytes=1 << 20),
-            page=lambda: {"status": BOOTSTRAP_PAGE},
+            self.directory, pairing, FakeStatus(BOOTSTRAP_PAGE), settings(tokens=("t",), max_body_bytes=1 << 20)
         )
         self.transport = httpx.ASGITransport(self.app)
 

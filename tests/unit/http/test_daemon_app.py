@@ -342,9 +342,7 @@ async def test_bootstrap_hands_on_what_its_caller_may_name():
             raise AssertionError("only refusals are asked for here")
 
     pairing = Pairing()
-    app = create_bootstrap_app(
-        directory=None, pairing=pairing, status=FakeStatus(BOOTSTRAP_PAGE), settings=settings(TOKENS), page=dict
-    )
+    app = create_bootstrap_app(None, pairing, FakeStatus(BOOTSTRAP_PAGE), settings(TOKENS))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://bootstrap") as http:
         for token in ("plain", "tenant"):
             answer = await http.post("/v1/requests", json=keyed("globex"), headers=bearer(token))
