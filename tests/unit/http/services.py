@@ -150,9 +150,8 @@ BOOTSTRAP_PAGE = BootstrapStatus(
 class FakeStatus:
     """A daemon as its operators see it; its page shows how often it was made."""
 
-    def __init__(self, page: BaseModel = NODE_PAGE, rooms: FakeRooms | None = None) -> None:
+    def __init__(self, page: BaseModel = NODE_PAGE) -> None:
         self.ready = Readiness(ready=True)
-        self.timeline = (rooms or FakeRooms()).timeline
         self._made = itertools.count(1)
         self._page = page
         self.served: list[tuple[object, ...]] = []
@@ -193,4 +192,6 @@ def daemon_app(
     rooms: FakeRooms, status: FakeStatus | None = None, *, tokens: Sequence[str] = (), **more: Any
 ) -> FastAPI:
     """A daemon's application over `rooms`."""
-    return create_daemon_app(rooms, rooms, status or FakeStatus(rooms=rooms), settings(tokens, **more))
+    status = status or FakeStatus()
+    status.timeline = rooms.timeline
+    return create_daemon_app(rooms, rooms, status, settings(tokens, **more))
