@@ -1,8 +1,8 @@
 """Clients of the HTTP APIs: of bootstrap, of daemons, and of both for code without an event loop.
 
-Every call raises the error that the other side raised, DeadlineError when no answer comes in time, PeerError when the other side
-cannot be reached. Calls of an event loop go to aiohttp's transport directly: httpx's own connections and client cost two to five
-times the processor time.
+Every call raises the error of the other side, DeadlineError without an answer in time, PeerError when the other side cannot be
+reached. Clients of an event loop call aiohttp's transport directly: httpx's own connections and client cost two to five times the
+processor time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, TRACE, TRA
 AnswerT = TypeVar("AnswerT")
 
 CONNECTIONS = 1024
-"""Most calls under way at once, to all daemons together; a call may wait at its daemon for as long as a request may."""
+"""Limit of calls under way to all daemons together; a call may wait at its daemon for as long as a request may."""
 
 _url = lru_cache(4_096)(httpx.URL)
-"""Most calls go to the same few URLs, and httpx spends as long on reading a URL as on an answer."""
+"""Calls go to the same few URLs, and httpx spends as long on reading a URL as on an answer."""
 Params = dict[str, str | int | float | list[str]]
 
 
 class Client:
-    """One pool of connections for the calls of an event loop, with one token and one limit for each call."""
+    """A pool of connections for an event loop, with one token and one limit for each call."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Client:
         params: Params | None = None,
         waits_s: float = 0.0,
     ) -> AnswerT:
-        """Return an answer as a `kind`; raise ProtocolError when it is none. `waits_s`: extra time for this call."""
+        """Return the answer as a `kind`. Raises ProtocolError for another answer. `waits_s`: extra time for this call."""
         headers, content = self._headers | _on_behalf(), None
         if body is not None:
             headers["Content-Type"] = "application/json"
-            # Without defaults: an older release refuses a field that it does not know only when the field matters.
+            # Defaults are left out: an older release then refuses a field that it does not know only when the field matters.
             content = body.model_dump_json(exclude_defaults=True)
         limits = {"timeout": httpx.Timeout(self._timeout_s + waits_s).as_dict()}
         try:
@@ -117,7 +117,7 @@ class Client:
 
 
 class BlockingClient:
-    """Client for code without an event loop, with a connection for each call. Several threads may share one."""
+    """A client for code without an event loop: each call has a connection of its own. Several threads may share it."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401
         """`options` are those of `Client`."""
@@ -136,7 +136,7 @@ class BlockingClient:
 
 
 def _on_behalf() -> dict[str, str]:
-    """Return the id and the trace of the request behind a call: all daemons log them."""
+    """Return the id and the trace of the present request: every daemon logs them."""
     request_id, trace = REQUEST_ID.get(), TRACE.get()
     headers = {REQUEST_ID_HEADER: request_id} if request_id else {}
     return headers if trace is None else headers | {TRACEPARENT_HEADER: trace.traceparent}
@@ -148,13 +148,13 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type form
 
 
 def is_timeout(error: Exception) -> bool:
-    """Whether time ran out: aiohttp's transport reports a connection that the other side closed as a timeout, too."""
+    """Return whether time ran out. aiohttp's transport reports a connection that the other side closed as a timeout, too."""
     causes = (TimeoutError, httpcore.TimeoutException, type(None))
     return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, causes)
 
 
 def is_refused_connection(error: BaseException) -> bool:
-    """Whether nobody listened: the operating system's error is at the end of the causes."""
+    """Return whether nobody listened: the operating system's error is at the end of the causes."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
         cause = cause.__cause__
@@ -179,7 +179,7 @@ class DirectoryClient(Client):
         return answer
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
-        """Say that this node lives. NotFoundError: register again. StaleError: another process has taken its place."""
+        """Send a heartbeat. NotFoundError: register again. StaleError: another process has taken this node's place."""
         return await self.ask(NodeView, "POST", f"{self._node(instance, node)}/heartbeat", heartbeat)
 
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
@@ -192,7 +192,7 @@ class DirectoryClient(Client):
 
 
 class DaemonClient(Client):
-    """Client of any number of daemons that share a token. `url` is a daemon's `http_url`."""
+    """A client of any number of daemons that share a token. `url` is a daemon's `http_url`."""
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 - the options of Client
         super().__init__(timeout_key="timeouts.reserve_s", **options)
@@ -215,20 +215,20 @@ class DaemonClient(Client):
         return await self._room("POST", url, "", request, waits_s=request.wait_s)
 
     async def report(self, url: str, room: int) -> RoomReport:
-        """Return a room's report at once."""
+        """Return a room's present report."""
         return await self._room("GET", url, f"/{room}")
 
     async def cancel(self, url: str, room: int, reason: str, *, generation: int | None = None) -> RoomReport:
-        """Abort a room, or only one generation of it. Raises UnknownRoomError, StaleError for another generation."""
+        """Abort a room, or one generation alone. Raises UnknownRoomError, StaleError for another generation."""
         params: Params = {"reason": reason}
         if generation is not None:
             params["generation"] = generation
         return await self._room("DELETE", url, f"/{room}", params=params)
 
     async def incarnation(self, url: str) -> str:
-        """Return the incarnation of the daemon at a URL, empty when its host refuses the connection.
+        """Return the incarnation of the daemon at a URL; empty when its host refuses the connection.
 
-        Every other error leaves open whether the daemon is there: a daemon with too many callers hangs up, too.
+        After any other error the daemon may be there: a daemon with too many callers hangs up, too.
         """
         try:
             status = await self.ask(dict[str, Any], "GET", f"{url.rstrip('/')}/status")

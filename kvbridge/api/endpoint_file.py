@@ -1,4 +1,4 @@
-"""The file by which a daemon tells other processes of its host that it listens, and where."""
+"""The file that tells other processes of a host where a daemon listens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDPOINT_FILE = "daemon.json"
 
 
 class DaemonEndpoint(FrozenModel):
-    """The content of the file, written once the endpoints are open."""
+    """The file's content, written when the endpoints are open."""
 
     role: Role | str
     instance: str = ""
@@ -42,7 +42,7 @@ def remove_endpoint(runtime_dir: Path, incarnation: str) -> None:
 
 
 def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
-    """Return the content of the file, None when there is none (yet). Raises ConfigError for a file of another user."""
+    """Return the file's content; None without a whole file. Raises ConfigError for a file of another user."""
     try:
         with (runtime_dir / ENDPOINT_FILE).open("rb") as file:
             owner, content = os.fstat(file.fileno()).st_uid, file.read()

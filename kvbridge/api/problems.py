@@ -1,4 +1,4 @@
-"""RFC 9457 problem bodies, in both directions. `code` is the stable code of `kvbridge.core.errors`, which programs match on."""
+"""RFC 9457 problem bodies, in both directions. `code` is the stable code of `kvbridge.core.errors`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Problem(FrozenModel):
     instance: str
     """Path of the request."""
     retry_after_s: Annotated[float, Field(ge=0, le=LONGEST_RETRY_S, allow_inf_nan=False)] | None = None
-    """Seconds after which a retry may succeed; Retry-After has them in whole seconds. None: a retry does not help."""
+    """Seconds after which a retry may succeed (Retry-After: the same in whole seconds). None: a retry does not help."""
 
 
 def make_problem(code: str, status: int, detail: str, *, path: str, retry_after_s: float | None = None) -> Problem:
@@ -48,10 +48,10 @@ def problem_of(error: BridgeError, path: str) -> Problem:
 
 
 def error_of(status: int, body: bytes, *, source: str) -> BridgeError:
-    """Return the error that a problem body describes, as its own class. `source` is the process that answered.
+    """Return the error that a problem body of the process `source` describes, as its own class.
 
-    A body that is no problem, a code that this release does not know and a failure inside the other process become PeerError.
-    Errors keep their codes over any number of hops.
+    A body that is no problem, an unknown code and a failure inside the other process become PeerError. Other errors keep their
+    codes over any number of hops.
     """
     try:
         problem = Problem.model_validate_json(body, extra="ignore")  # a later release may add fields

@@ -18,7 +18,7 @@ from kvbridge.tier.keys import KEY_BYTES
 
 
 def _from_base64(given: object) -> object:
-    """Turn text from JSON into bytes; values of this process are bytes already."""
+    """Return bytes; text comes from JSON, and values of this process are bytes already."""
     if not isinstance(given, str):
         return given
     if len(given) > _MAX_TEXT:
@@ -54,32 +54,31 @@ PageHashes = Annotated[
     ),
     Field(repr=False),
 ]
-"""Page keys (`kvbridge.tier.keys`), 16 bytes each, one for each whole page of the prompt in its order; in JSON as base64."""
+"""Keys (`kvbridge.tier.keys`) of all whole pages of a prompt in their order, 16 bytes each; base64 in JSON."""
 
 
 class RoomRequest(FrozenModel):
     """A request that needs a room."""
 
     room: RoomId | None = None
-    """Id of the room; null: the daemon that is asked draws one."""
+    """Null: the daemon draws an id."""
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Longest wait for pages that are not free; 0: do not wait. `admission.max_wait_s` and `pairing.max_wait_s` bound it."""
+    """Longest wait for pages, bounded by `admission.max_wait_s` and `pairing.max_wait_s`."""
     page_hashes: PageHashes = b""
-    """Keys of all whole pages of the prompt, 16 bytes each, in base64. Pages with equal keys are shared between requests. Empty:
-    nothing is shared. A node whose `tier` is off ignores the keys, and bootstrap does not send them to such a node."""
+    """Pages with equal keys are shared between requests; empty: nothing is shared. A node whose `tier` is off ignores the keys, and
+    bootstrap does not send them to such a node."""
     namespace: Namespace = ""
-    """Requests share pages within one namespace: it enters the keys, and the token of the request must be allowed to name it."""
+    """Requests share pages within one namespace, which is a part of the keys. The request's token must allow the namespace."""
     retention: Retention | None = None
-    """Importance of its cached pages and for how long, for an agent between two calls of its tools. Null: as any others. It has
-    no effect where nothing is cached, and when its namespace, or all together, have their share of pages
-    (`tier.retained_share`)."""
+    """Priority of its cached pages and for how long, as for an agent between two calls of its tools. Null: no priority. There is no
+    effect where nothing is cached, or when the namespace, or all together, have their share of pages (`tier.retained_share`)."""
 
 
 class AdmissionRequest(RoomRequest):
-    """A request to one daemon. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
+    """A request to one daemon. On decode, `prefill` names the writing nodes; on prefill it is left out."""
 
     generation: Positive = 1
     prefill: Annotated[tuple[PeerAddress, ...], Field(max_length=MAX_INSTANCE_NODES)] = ()
@@ -89,7 +88,7 @@ class AdmissionRequest(RoomRequest):
 
 
 class RoomReport(FrozenModel):
-    """A room as its daemon sees it now. For a final room this is its receipt."""
+    """A room as its daemon sees it. The report of a final room is its receipt."""
 
     room: RoomId
     generation: Positive
@@ -97,35 +96,34 @@ class RoomReport(FrozenModel):
     state: RoomState
     client: str = ""
     peers: tuple[str, ...] = ()
-    """Nodes at the other end, each as INSTANCE/NODE; a prefill node that has not answered yet, by its endpoint."""
+    """Nodes at the other end as INSTANCE/NODE; a prefill node before its first answer by its endpoint."""
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
-    """Prompt tokens that decode had cached, which are not sent."""
+    """Prompt tokens that decode had cached: they are not sent."""
     computed_tokens: NonNegative = 0
-    """Prefill: prompt tokens that prefill had cached; its engine starts to compute there."""
+    """Prefill: prompt tokens that prefill had cached: its engine starts there."""
     host_tokens: NonNegative = 0
-    """Cached tokens of this node that were in its host memory alone, and come back from there."""
+    """Cached tokens of this node in its host memory alone."""
     namespace: str = ""
-    """Namespace of the request: requests of one namespace share prefixes."""
     reason_code: str = ""
     reason: str = ""
-    """Why it failed or was aborted; the first cause."""
+    """First cause of its failure or abort."""
     pages: dict[IndexSpace, NonNegative] = Field(default_factory=dict)
-    """Pages that it has here, by index space; none once they were given back."""
+    """By index space; empty after its pages were given back."""
     quarantine: str = ""
-    """Reason why nobody may use these pages yet, though the room is over or being stopped; empty when there is none."""
+    """Why nobody may use its pages yet although the room is over or being stopped; else empty."""
     amounts: Amounts = Field(default_factory=dict)
-    """Rows and bytes that were sent, or have arrived, by component."""
+    """Sent or received rows and bytes, by component."""
     phases_s: dict[str, float] = Field(default_factory=dict)
-    """Time of each step."""
+    """Duration of each phase."""
     age_s: float = 0.0
-    """Seconds since it was admitted."""
+    """Seconds since its admission."""
     waits_for: str = ""
-    """Event that the room waits for, in words; empty when it waits for nothing."""
+    """Awaited event in words; empty when the room waits for nothing."""
     expires_in_s: float | None = None
-    """Seconds until the room ends, unless the event that it waits for happens; null when nothing limits the wait."""
+    """Seconds until the room ends without that event; null: no limit."""
     limit: str = ""
-    """The configuration key of that limit, or the field of the request that set it."""
+    """Configuration key of that limit, or field of the request."""
 
 
 class RoomQuery(FrozenModel, defer_build=False):
@@ -142,14 +140,13 @@ class RoomQuery(FrozenModel, defer_build=False):
 
 
 class DroppedObjects(FrozenModel):
-    """Outcome for the objects of this node's model in the store below host memory, also those that other nodes have written."""
+    """Result for the objects of this node's model in the store below host memory, also those from other nodes."""
 
     outcome: Literal["dropped", "kept", "failed"]
-    """`kept`: as asked. `failed`: some objects may still be there and be found; ask again."""
+    """`kept`: as asked. `failed`: some objects may still be found; ask again."""
     objects: NonNegative = 0
-    """Dropped objects: pages, and parts of checkpoints."""
+    """Dropped pages, and parts of checkpoints."""
     reason: str = ""
-    """Why it failed."""
 
 
 class DroppedPrefixes(FrozenModel):
@@ -158,29 +155,28 @@ class DroppedPrefixes(FrozenModel):
     dropped_pages: NonNegative
     """Pages of prompts and answers that no request finds any more."""
     read_pages: NonNegative
-    """Dropped pages that rooms under way still read; they are free when the last of these rooms has ended."""
+    """Dropped pages that open rooms still read; they are free when the last of these rooms has ended."""
     store: DroppedObjects | None = None
-    """None: the node has no store below host memory."""
+    """None: no store below host memory."""
 
 
 class RoomPage(FrozenModel):
-    """Some rooms of a daemon, in the order of their admission: those under way, and the receipts that it still has."""
+    """A page of a listing, in the order of admission: open rooms, and the receipts that the daemon still has."""
 
     rooms: tuple[RoomReport, ...]
     next: NonNegative | None
-    """Value of `after` for the next page, which may be empty; null when there is none. A page looks at a bounded number of
-    rooms, so it may be short although others follow."""
+    """`after` for the next page, which may be empty; null: the end. A page may be short, because the daemon looks at a bounded
+    number of rooms for each."""
 
 
 class TimelineEntry(FrozenModel):
-    """Something that happened to a room."""
+    """An event of a room."""
 
     after_s: float
-    """Since the room was admitted."""
+    """Time from the admission."""
     what: str
-    """The event in words; for a new state, the state."""
+    """The event in words, or the new state."""
     state: RoomState | None = None
-    """The new state, if there is one."""
     details: dict[str, str] = Field(default_factory=dict)
 
 

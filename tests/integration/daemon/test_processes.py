@@ -233,7 +233,7 @@ async def test_a_bootstrap_of_which_a_part_ends_does_not_end_as_if_it_had_been_t
         raise ZeroDivisionError
 
     if part == "the following of its secrets":
-        monkeypatch.setattr(daemon.secrets, "run", defect)
+        monkeypatch.setattr(daemon, "_follow_all", defect)
     await daemon.start()
     if part == "its sweeper":
         monkeypatch.setattr(daemon.directory, "expire", defect)
