@@ -74,7 +74,7 @@ class _Worker:
     device: tuple[SharedRegion, ...] = ()
     """Device memory that the worker has made; empty when the node or an engine owns it."""
     progress: float = 0.0
-    """Share of its memory that is registered."""
+    """The registered share of its memory."""
     error: str = ""
     epoch: int = 0
     """The epoch of the endpoints in its description."""
@@ -83,7 +83,7 @@ class _Worker:
     heard_s: float = math.inf
     """Time of its last message; infinite while none is expected."""
     completed: list[CloseRoom] = field(default_factory=list)
-    """Completed rooms that the worker can forget; sent with the next message, or at the next tick."""
+    """Completed rooms that the worker can forget: news that goes with the next message, or at the next tick."""
     unended: dict[str, PeerProcess] = field(default_factory=dict)
     """By link, processes of engines whose workers are gone: peers may still write to endpoints there."""
     revoked: EndpointsRevoked | None = None
@@ -92,14 +92,13 @@ class _Worker:
     """Its process; None when an engine brings the worker."""
 
     def reset(self, state: WorkerState, link: str = "", pid: int = 0) -> None:
-        """Forget the process that served this rank."""
         self.state, self.link, self.pid = state, link, pid
         self.description, self.device, self.progress = None, (), 0.0
         self.completed.clear()
 
     @property
     def lack(self) -> str:
-        """Why the worker cannot work, while it is not ready."""
+        """Why the worker cannot work; only for one that is not ready."""
         if self.state is WorkerState.STARTING:
             return f"rank worker {self.rank} is starting ({self.progress:.0%} of its memory is registered)"
         return f"rank worker {self.rank} is not there" + (f": {self.error}" if self.error else "")
@@ -118,13 +117,11 @@ class WorkerSet:
         """`seldom` limits the log lines of the libraries below the workers."""
         self.layers = layers
         """The global layer ids of every rank of the node."""
-        self._config = config
-        self._events = events
-        self._seldom = seldom
+        self._config, self._events, self._seldom = config, events, seldom
         self._workers = {rank: _Worker(rank, held) for rank, held in layers.items()}
         self._links: dict[str, _Worker] = {}
         self._early: dict[str, WorkerHello] | None = {}
-        """By link, workers of engines that came before the memory was made; None once it is."""
+        """By link, workers of engines that came before the memory was made; None from then on."""
         self._server: LocalServer[WorkerToNode, NodeToWorker]
         self._open = ExitStack()
         self._setup: Callable[[Rank], WorkerSetup]
@@ -146,10 +143,9 @@ class WorkerSet:
 
     def open(self, incarnation: str) -> None:
         """Listen for workers. Raises ConflictError when another daemon uses the runtime directory."""
-        path = self._config.runtime_dir / WORKER_SOCKET
         self._server = LocalServer(
             incarnation,
-            path,
+            self._config.runtime_dir / WORKER_SOCKET,
             WORKER_TO_NODE,
             NODE_TO_WORKER,
             on_message=self.hear,
@@ -159,9 +155,9 @@ class WorkerSet:
         self._open.callback(self._server.close)
 
     def start(self, setup: Callable[[Rank], WorkerSetup], identity: NodeIdentity | None) -> None:
-        """Start a process for each rank, or welcome the workers of engines, now that the memory is made.
+        """Start a process for each rank, or take in the workers of engines. The memory has been made.
 
-        `setup(rank)` returns what a worker serves. `identity` is for the workers' log; None when engines bring the workers.
+        `setup(rank)`: the setup of a worker. `identity`: for the workers' log; None when engines bring the workers.
         """
         self._setup = setup
         if identity is not None:
@@ -181,7 +177,7 @@ class WorkerSet:
             self.hear(link, message)
 
     async def failed(self) -> None:
-        """Raise when a defect has ended the supervision of a process; return at once when engines bring the workers."""
+        """Raise when a defect has ended the supervision of a process. Returns at once when engines bring the workers."""
         await asyncio.gather(*(worker.child.failed() for worker in self._workers.values() if worker.child is not None))
 
     async def close(self, timeout_s: float) -> None:
@@ -198,7 +194,7 @@ class WorkerSet:
         self._open.close()
 
     def watch(self) -> None:
-        """Give up workers that hang: the node starts its own again, those of engines come back by themselves. Call it often."""
+        """Give up workers that hang. The node starts its own again, and engines bring theirs again. Call it often."""
         timeouts, now_s = self._config.timeouts, time.monotonic()
         absent_s, self._looked_s = now_s - self._looked_s, now_s
         limits_s = {
@@ -207,7 +203,7 @@ class WorkerSet:
         }
         for worker in self._workers.values():
             self._send_completed(worker)
-            if absent_s > ABSENT_AFTER_S:  # time in which this process was suspended is not the worker's silence
+            if absent_s > ABSENT_AFTER_S:  # this process was suspended: the worker was not silent in that time
                 worker.heard_s = min(now_s, worker.heard_s + absent_s)
             limit_s, key = limits_s.get(worker.state, (math.inf, ""))
             silent_s = now_s - worker.heard_s
@@ -271,7 +267,7 @@ class WorkerSet:
     # ------------------------------------------------------------------ messages
 
     def send(self, rank: Rank, message: NodeToWorker) -> None:
-        """Queue an order; it is dropped when the worker is gone, whose end is reported separately.
+        """Queue an order. An order to a worker that is gone is dropped: `on_gone` reports the worker.
 
         The end of a completed room waits for the next message or tick, because it is no reason to wake the worker.
         """
@@ -292,7 +288,6 @@ class WorkerSet:
                 self._server.send(worker.link, message)
 
     def _post(self, link: str, message: NodeToWorker) -> None:
-        """Send over a connection; its end is reported separately."""
         try:
             self._server.send(link, message)
         except BridgeError as error:
@@ -302,7 +297,7 @@ class WorkerSet:
         """Take a worker's message.
 
         Raises ProtocolError for a rank of another node, InvalidInputError for memory in more pieces than peers can be told of, and
-        what `setup` raises.
+        all that `setup` raises.
         """
         worker = self._links.get(link)
         if isinstance(message, WorkerHello):
@@ -337,8 +332,8 @@ class WorkerSet:
                 log.error("worker_failed", rank=str(worker.rank), code=message.code, reason=message.message)
             case TransportsNotBuilt():  # it tries again
                 worker.error = message.error
-                failed = SuccessorsFailed(rank=worker.rank, transports=message.transports, reason=message.error)
-                self._events.emit(failed)
+                about = {"rank": worker.rank, "transports": message.transports}
+                self._events.emit(SuccessorsFailed(**about, reason=message.error))
             case EndpointsRevoked() if worker.unended:
                 worker.revoked = message
             case _:
@@ -395,7 +390,7 @@ class WorkerSet:
             self._kill(worker, worker.child, "its connection ended")
 
     def _closed(self, link: str) -> None:
-        """An engine's worker has closed its transports: nothing waits for the end of its process."""
+        """Take leave of an engine's worker that has closed its transports: nothing waits for the end of its process."""
         self._post(link, Shutdown())
         if self._early is not None:
             self._early.pop(link, None)
@@ -413,7 +408,7 @@ class WorkerSet:
             self.gone(worker.rank, reason)
 
     def _await_end(self, worker: _Worker, link: str, process: PeerProcess) -> None:
-        """An engine's worker is gone without having closed its endpoints, which end with its process."""
+        """Wait for the end of an engine's process, which closes the endpoints that its worker has left open."""
         worker.unended[link] = process
         followed = process.followed
         log.warning("worker_gone_unclosed", worker=link, rank=str(worker.rank), pid=process.pid, followed=followed)
@@ -426,7 +421,7 @@ class WorkerSet:
             self._report(worker.rank, message)
 
     def _kill(self, worker: _Worker, child: SupervisedChild, why: str) -> None:
-        """Kill the process, which is started again: only its end proves that nothing of it moves any more."""
+        """Kill a process, which is then started again: only its end proves that it moves nothing any more."""
         if child.kill(why):
             log.error("worker_killed", rank=str(worker.rank), pid=child.pid, why=why)
 
@@ -439,7 +434,7 @@ class WorkerSet:
             self.gone(worker.rank, end.reason, cause=end.cause.value)
 
     def gone(self, rank: Rank, reason: str, *, cause: str = "") -> None:
-        """Note that a rank's worker is gone, and tell everybody. Harmless when that was said before."""
+        """Note that a rank's worker is gone, and tell everybody. Harmless when it was noted before."""
         worker = self._workers[rank]
         self._events.emit(WorkerLost(rank=rank, cause=cause, reason=reason))
         self._links.pop(worker.link, None)

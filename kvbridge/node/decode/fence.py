@@ -1,4 +1,4 @@
-"""How a decode node shuts out writers that give no proof of having stopped.
+"""The fence of a decode node: it shuts out writers that give no proof of having stopped.
 
 Bytes that a writer has sent may still lie in a buffer on the way, the kernel of this machine included, and no library can take them
 back: they end where the endpoint that they go to is closed. A round is:
@@ -7,13 +7,13 @@ back: they end where the endpoint that they go to is closed. A round is:
     waiting     rooms that were offered before write on by the old ones and end in peace, up to `timeouts.fence_s`
     revoking    every rank closes what belonged to the old endpoints, and says when nobody can write by them any more
 
-A room whose writers have failed asks for all endpoints. One that goes on over another transport asks for those of the one that was
-lost (`ask_path`), and a round for such rooms alone leaves the other transports as they are.
+A room whose writers have failed asks for all endpoints (`ask`). A room that goes on over another transport asks for those of the
+lost one (`ask_path`), and a round for such rooms alone leaves the other transports as they are.
 
 A room that asks during a round waits for the next one: its writer may already use the new endpoints. Exception: the round shuts
 the very endpoint that the room has lost. A round waits for each rank without a limit of its own: the node ends a rank worker that
-hangs, and its successor answers in its place. A rank without a worker has nothing to close, and a round goes on without its answer:
-an engine may have closed the worker for good.
+hangs, and its successor answers in its place. A round does not wait for a rank without a worker, which has nothing to close: an
+engine may have closed that worker for good.
 """
 
 from __future__ import annotations
@@ -52,18 +52,12 @@ class FencePhase(StrEnum):
 class Fence:
     """The rounds of one decode node, one at a time. Called from the event loop's thread only."""
 
-    def __init__(
-        self,
-        workers: WorkerSet,
-        events: EventStream,
-        *,
-        fence_s: float,
-        clock: Clock = monotonic,
-    ) -> None:
+    rooms: WrittenRooms
+    """Set before a room asks."""
+
+    def __init__(self, workers: WorkerSet, events: EventStream, *, fence_s: float, clock: Clock = monotonic) -> None:
         """`fence_s`: `timeouts.fence_s`."""
         self._workers, self._events, self._fence_s, self._clock = workers, events, fence_s, clock
-        self.rooms: WrittenRooms
-        """Set before a room asks."""
         self.epoch = 0
         """The epoch of the endpoints that rank workers are to give out."""
         self.phase = FencePhase.IDLE
@@ -108,8 +102,7 @@ class Fence:
             return
         if self.phase is FencePhase.RENEWING:
             self._missing.discard(rank)
-            if not self._missing:
-                self._wait()
+            self._all_said()
         elif self.phase is FencePhase.REVOKING and rank in self._missing:
             self._workers.send(rank, self._revocation())
 
@@ -118,26 +111,31 @@ class Fence:
         if self.phase is not FencePhase.REVOKING or before_epoch < self.epoch:
             return
         self._missing.discard(rank)
-        if not self._missing:
-            self._end()
+        self._all_said()
 
     def tick(self) -> None:
         """Go on without ranks that are gone, and when rooms that are written by the old endpoints have ended or had their time."""
         self._missing = {rank for rank in self._missing if self._workers.has_endpoints(rank)}
-        if self.phase is FencePhase.RENEWING and not self._missing:
-            self._wait()
+        if self.phase is FencePhase.WAITING:
+            self._earlier &= self.rooms.open_offers()
+            is_late = self._clock() >= self._until_s
+            if self._earlier and is_late:
+                log.warning("fence_cuts_rooms_off", rooms=len(self._earlier), limit="timeouts.fence_s")
+            if is_late or not self._earlier:
+                self._enter(FencePhase.REVOKING, self._revocation())
+        else:
+            self._all_said()
+
+    def _all_said(self) -> None:
+        """Go on to the next phase when no rank's answer is missing any more."""
+        if self._missing:
             return
-        if self.phase is FencePhase.REVOKING and not self._missing:
+        if self.phase is FencePhase.RENEWING:
+            self.phase, self._earlier = FencePhase.WAITING, self.rooms.open_offers() - self._left_by()
+            self._until_s = self._clock() + self._fence_s
+            self.tick()
+        elif self.phase is FencePhase.REVOKING:
             self._end()
-            return
-        if self.phase is not FencePhase.WAITING:
-            return
-        self._earlier &= self.rooms.open_offers()
-        if self._earlier and self._clock() < self._until_s:
-            return
-        if self._earlier:
-            log.warning("fence_cuts_rooms_off", rooms=len(self._earlier), limit="timeouts.fence_s")
-        self._revoke()
 
     def status(self) -> FenceStatus:
         """Return the phase and the rooms, for `/status`."""
@@ -151,7 +149,7 @@ class Fence:
         )
 
     def _left_by(self) -> set[Owner]:
-        """Return the rooms that go on, and are not written any more by the endpoints that the round shuts."""
+        """Return the rooms that go on over transports which the round leaves alone."""
         if self._transports == ALL:
             return set()
         return {owner for owner, lost in self._served.items() if lost >= self._transports}
@@ -165,19 +163,13 @@ class Fence:
         self._transports = ALL if ALL in wanted else frozenset().union(*wanted)
         self.epoch += 1
         self._events.emit(FenceBegan(epoch=self.epoch, rooms=len(self._served)))
-        self.phase, self._missing = FencePhase.RENEWING, set(self._workers.layers)
-        for rank in self._workers.layers:
-            self._workers.send(rank, RenewEndpoints(epoch=self.epoch, transports=tuple(sorted(self._transports))))
+        renewal = RenewEndpoints(epoch=self.epoch, transports=tuple(sorted(self._transports)))
+        self._enter(FencePhase.RENEWING, renewal)
 
-    def _wait(self) -> None:
-        self.phase, self._earlier = FencePhase.WAITING, self.rooms.open_offers() - self._left_by()
-        self._until_s = self._clock() + self._fence_s
-        self.tick()
-
-    def _revoke(self) -> None:
-        self.phase, self._missing, self._earlier = FencePhase.REVOKING, set(self._workers.layers), set()
+    def _enter(self, phase: FencePhase, order: RenewEndpoints | RevokeEndpoints) -> None:
+        self.phase, self._missing, self._earlier = phase, set(self._workers.layers), set()
         for rank in self._workers.layers:
-            self._workers.send(rank, self._revocation())
+            self._workers.send(rank, order)
 
     def _end(self) -> None:
         served, self._served, self.phase = self._served, {}, FencePhase.IDLE
