@@ -29,7 +29,6 @@ from kvbridge.core.wire.messages import (
     to_wire,
 )
 from kvbridge.core.wire.worker_messages import NodeToWorker
-from kvbridge.node.decode.prefill_nodes import KnownNode
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prefill.rooms import PrefillRooms
@@ -193,14 +192,14 @@ class FakeEngines:
 class FakeNodes(Recorder):
     def __init__(self) -> None:
         super().__init__()
-        self.answers: dict[PeerAddress, KnownNode | BridgeError] = {}
+        self.answers: dict[PeerAddress, Welcome | BridgeError] = {}
 
     def know(self, address: PeerAddress = ADDRESS, peer: str = PREFILL, ranks=(R0,), **fields) -> None:
         fields = {"instance": "prefill", "tp_size": 1, "stage_boundaries": ()} | fields
         stages = len(fields["stage_boundaries"]) + 1
-        self.answers[address] = KnownNode(peer, node=peer[:4], ranks=ranks, pp_size=stages, **fields)
+        self.answers[address] = Welcome(incarnation=peer, node=peer[:4], ranks=ranks, pp_size=stages, **fields)
 
-    def known_node(self, address: PeerAddress) -> KnownNode | None:
+    def known_node(self, address: PeerAddress) -> Welcome | None:
         answer = self.answers.get(address)
         if isinstance(answer, BridgeError):
             raise answer

@@ -332,6 +332,11 @@ class Welcome(Message, type="welcome"):
     ranks: Annotated[tuple[Rank, ...], Field(max_length=MAX_NODE_RANKS)]
     features: Features = Features()
 
+    @property
+    def name(self) -> str:
+        """Instance and node, for people."""
+        return f"{self.instance}/{self.node}"
+
 
 class Rejected(Trouble, type="rejected"):
     """We cannot work together; `message` names the first difference."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Protocol
 from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, PeerError, errors_by_code
-from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import identity_conflict
 from kvbridge.core.wire.messages import (
     FEATURES,
@@ -39,49 +38,18 @@ LINKS_A_TURN = 4
 """Opened one after the other, before the rest of the loop has its turn."""
 
 
-@dataclass(frozen=True)
-class KnownNode:
-    """A prefill node that has welcomed this node."""
-
-    peer: str
-    """Its incarnation."""
-    instance: str
-    node: str
-    pp_size: int
-    tp_size: int
-    stage_boundaries: tuple[int, ...]
-    """The first layers of the instance's stages but the first."""
-    ranks: tuple[Rank, ...]
-    """The instance's ranks that live there."""
-
-    @property
-    def name(self) -> str:
-        """Instance and node, for people."""
-        return f"{self.instance}/{self.node}"
-
-    @property
-    def parallelism(self) -> tuple[object, ...]:
-        """The name, sizes and stages of the instance, which all its nodes have in common."""
-        return self.instance, self.pp_size, self.tp_size, self.stage_boundaries
-
-    def __str__(self) -> str:
-        stages = f", stages from layers {self.stage_boundaries}" if self.stage_boundaries else ""
-        ranks = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"{self.name} (ranks {ranks or 'none'} of pp_size {self.pp_size} x tp_size {self.tp_size}{stages})"
-
-
 @dataclass(eq=False)
 class _KnownPrefill:
     address: PeerAddress
-    node: KnownNode | None = None
-    """The node that answers there now; None before it has welcomed this node."""
+    node: Welcome | None = None
+    """The words of the node that answers there now; None before it has welcomed this node."""
     features: tuple[str, ...] = ()
     """The features that were agreed last."""
     error: BridgeError | None = None
 
     @property
     def peer(self) -> str:
-        return self.node.peer if self.node is not None else self.address.endpoint
+        return self.node.incarnation if self.node is not None else self.address.endpoint
 
 
 class Links(Protocol):
@@ -129,7 +97,7 @@ class PrefillNodes:
 
     # ------------------------------------------------------------------ for rooms
 
-    def known_node(self, address: PeerAddress) -> KnownNode | None:
+    def known_node(self, address: PeerAddress) -> Welcome | None:
         """Return the node at an address if it has welcomed this node, else say hello (once) and return None.
 
         Raises PeerError or FingerprintMismatchError when it has rejected this node since the last attempt.
@@ -206,7 +174,7 @@ class PrefillNodes:
         """Return whether an incarnation is the one that answers at an address, or did last."""
         known = self._known.get(address)
         current = known.node if known is not None else None
-        return (current is not None and current.peer == peer) or self._former.get(address) == peer
+        return (current is not None and current.incarnation == peer) or self._former.get(address) == peer
 
     def _welcomed(self, address: PeerAddress, message: Welcome) -> None:
         known = self._known.get(address)
@@ -217,18 +185,17 @@ class PrefillNodes:
         except BridgeError as error:
             self._reject(known, error)
             return
-        if known.node is not None and known.node.peer != message.incarnation:
+        if known.node is not None and known.node.incarnation != message.incarnation:
             self._lose(known, f"another incarnation answers at {address.endpoint}")
-        facts = message.model_dump(exclude={"type", "incarnation", "model_identity", "ranks", "features"})
-        known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks)
+        known.node = message
         self._by_peer.setdefault(message.incarnation, known)
-        self.events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
+        self.events.emit(PeerAccepted(peer=message.incarnation, name=message.name, features=known.features))
         self.rooms.nodes_changed()
 
     def _believe(self, known: _KnownPrefill, message: Welcome) -> None:
         """Raise when a node does not fit, or cannot be the one that it says. One node may well have two addresses, with one key."""
         address = known.address
-        us, them = "this decode node", f"the prefill node {message.instance}/{message.node} at {address.endpoint}"
+        us, them = "this decode node", f"the prefill node {message.name} at {address.endpoint}"
         known.features = agree(FEATURES, message.features, us=us, them=them)
         if conflict := identity_conflict(message.model_identity, self.describe().model_identity):
             raise FingerprintMismatchError(f"{them}: {conflict}")
@@ -277,7 +244,7 @@ class PrefillNodes:
 
     def _lose(self, known: _KnownPrefill, reason: str) -> None:
         if known.node is not None:
-            self.events.emit(PeerLost(peer=known.node.peer, reason=reason))
+            self.events.emit(PeerLost(peer=known.node.incarnation, reason=reason))
         self._disconnect(known, reason)
 
     def _disconnect(self, known: _KnownPrefill, reason: str) -> None:
@@ -285,13 +252,13 @@ class PrefillNodes:
         self._same = {address: meant for address, meant in self._same.items() if meant is not known}
         node, known.node = known.node, None
         if node is not None:
-            if self._by_peer.get(node.peer) is known:
-                del self._by_peer[node.peer]
-            self._former[known.address] = node.peer
+            if self._by_peer.get(node.incarnation) is known:
+                del self._by_peer[node.incarnation]
+            self._former[known.address] = node.incarnation
             self._former.move_to_end(known.address)
             if len(self._former) > FORMER_KEPT:
                 self._former.popitem(last=False)
-            self.rooms.peer_gone(node.peer, reason)
+            self.rooms.peer_gone(node.incarnation, reason)
 
     def _fail(self, known: _KnownPrefill, error: BridgeError, reason: str) -> None:
         """Let every room that waits see the error, then forget the node: the next room says hello again."""
@@ -318,7 +285,7 @@ class PrefillNodes:
             PrefillNodeStatus(
                 endpoint=known.address.endpoint,
                 node=known.node.name if known.node else "",
-                incarnation=known.node.peer if known.node else "",
+                incarnation=known.node.incarnation if known.node else "",
                 ranks=tuple(map(str, known.node.ranks)) if known.node else (),
                 features=known.features,
             )

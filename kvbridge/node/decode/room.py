@@ -11,9 +11,8 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.plan.pairing import Share
 from kvbridge.core.session.decode import DECODE_TABLE, DecodeSpeaker, DecodeState
 from kvbridge.core.session.tables import RoomState
-from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PathLost
+from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PathLost, Welcome
 from kvbridge.core.wire.worker_messages import Digested, Verified
-from kvbridge.node.decode.prefill_nodes import KnownNode
 from kvbridge.node.decode.verification import Verification
 from kvbridge.node.room import Room, StatedAnswer, named
 from kvbridge.tier.keys import NO_KEYS
@@ -23,7 +22,7 @@ from kvbridge.tier.keys import NO_KEYS
 class WriterNode:
     """One prefill node of one room."""
 
-    node: KnownNode
+    node: Welcome
     shares: dict[Rank, Share]
     """The rows that each of its ranks owes."""
     missing: set[Rank]

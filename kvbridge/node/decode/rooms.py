@@ -155,7 +155,7 @@ class DecodeRooms(WrittenRooms):
                 self._send(room.writers, self._offer(room))
             case DecodeAction.TELL_ABORT:
                 abort = Abort(**room.about, code=room.reason_code, message=room.reason)
-                self._send([writer.node.peer for writer in room.active], abort)
+                self._send([writer.node.incarnation for writer in room.active], abort)
             case DecodeAction.WITHDRAW:
                 self.withdraw(room)
             case DecodeAction.VERIFY:

@@ -27,9 +27,19 @@ from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.plan.pairing import Demand, Share, shortfall
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.session.tables import Meaning
-from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Abort, Digests, Done, Drained, Failed, Intend, PathLost
+from kvbridge.core.wire.messages import (
+    MAX_ROOM_METADATA_BYTES,
+    Abort,
+    Digests,
+    Done,
+    Drained,
+    Failed,
+    Intend,
+    PathLost,
+    Welcome,
+)
 from kvbridge.node.decode.fence import ALL, Fence
-from kvbridge.node.decode.prefill_nodes import KnownNode, PrefillNodes
+from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.room import ASKED, DecodeRoom, FromPrefill, WriterNode
 from kvbridge.node.room import end_differs
 from kvbridge.node.rooms import Rooms
@@ -50,7 +60,7 @@ class WrittenRooms(Rooms[DecodeRoom]):
     nodes: PrefillNodes
     fence: Fence
     _manifests: tuple[RankManifest, ...]
-    _shares: dict[tuple[KnownNode, ...], dict[Rank, Share]]
+    _shares: dict[tuple[Welcome, ...], dict[Rank, Share]]
     """The shares of the ranks of known sets of nodes, for memory with these manifests."""
     withdrawn: dict[tuple[int, int, PeerAddress], tuple[Intend, Abort]]
     """Messages to nodes that are not known yet, about rooms that have ended."""
@@ -65,13 +75,13 @@ class WrittenRooms(Rooms[DecodeRoom]):
             if len(nodes) < len(found):
                 return
             room.writers = self._writers(nodes)
-            room.peer, room.peers = nodes[0].peer, tuple(node.name for node in nodes)
+            room.peer, room.peers = nodes[0].incarnation, tuple(node.name for node in nodes)
         except BridgeError as error:
             self.fail(room, error.code, str(error))
         else:
             self.advance(room)
 
-    def _writers(self, known: Sequence[KnownNode]) -> dict[str, WriterNode]:
+    def _writers(self, known: Sequence[Welcome]) -> dict[str, WriterNode]:
         """Return the writers of a room, by incarnation.
 
         Raises InvalidInputError, naming nodes, ranks and sizes, unless the nodes are one prefill instance with each of its ranks
@@ -81,13 +91,14 @@ class WrittenRooms(Rooms[DecodeRoom]):
         is_same = len(manifests) == len(self._manifests) and all(map(operator.is_, manifests, self._manifests))
         if len(self._shares) >= MOST_SETS or not is_same:
             self._shares, self._manifests = {}, manifests
-        nodes = tuple({node.peer: node for node in known}.values())  # one may have been named by two addresses
+        nodes = tuple({node.incarnation: node for node in known}.values())  # one may have been named by two addresses
         shares = self._shares.get(nodes)
         if shares is None:
             geometry = self.geometry
             shares = self._shares[nodes] = _shares(nodes, geometry, Demand(geometry, manifests))
         return {
-            node.peer: WriterNode(node, {rank: shares[rank] for rank in node.ranks}, set(node.ranks)) for node in nodes
+            node.incarnation: WriterNode(node, {rank: shares[rank] for rank in node.ranks}, set(node.ranks))
+            for node in nodes
         }
 
     def withdraw(self, room: DecodeRoom) -> None:
@@ -109,7 +120,7 @@ class WrittenRooms(Rooms[DecodeRoom]):
                 continue
             if node is not None:
                 for message in self.withdrawn.pop(key):
-                    self.nodes.send(node.peer, message)
+                    self.nodes.send(node.incarnation, message)
 
     def nodes_changed(self) -> None:
         """Look at every room that waits for prefill nodes: one of them has welcomed or rejected this node, or has vanished."""
@@ -216,7 +227,7 @@ class WrittenRooms(Rooms[DecodeRoom]):
         self.events.emit(
             RankReceived(
                 **room.about,
-                peer=writer.node.peer,
+                peer=writer.node.incarnation,
                 rank=message.writer,
                 amounts=message.amounts,
                 transport=message.transport,
@@ -262,11 +273,13 @@ class WrittenRooms(Rooms[DecodeRoom]):
             room.arrived = True
 
 
-def _shares(nodes: Sequence[KnownNode], geometry: ModelGeometry, demand: Demand) -> dict[Rank, Share]:
+def _shares(nodes: Sequence[Welcome], geometry: ModelGeometry, demand: Demand) -> dict[Rank, Share]:
     first = nodes[0]
     for node in nodes[1:]:
-        if node.parallelism != first.parallelism:
-            raise InvalidInputError(f"prefill nodes {first} and {node} are not of one instance; {_REMEDY}")
+        if _parallelism(node) != _parallelism(first):
+            raise InvalidInputError(
+                f"prefill nodes {_described(first)} and {_described(node)} are not of one instance; {_REMEDY}"
+            )
     _check_complete(nodes)
     stages = [
         stage_layers(geometry.layer_count, first.pp_size, stage, first.stage_boundaries)
@@ -280,19 +293,33 @@ def _shares(nodes: Sequence[KnownNode], geometry: ModelGeometry, demand: Demand)
     return shares
 
 
-def _check_complete(nodes: Sequence[KnownNode]) -> None:
-    first, holders = nodes[0], dict[Rank, KnownNode]()
+def _check_complete(nodes: Sequence[Welcome]) -> None:
+    first, holders = nodes[0], dict[Rank, Welcome]()
     for node in nodes:
         if not node.ranks:
-            raise InvalidInputError(f"prefill node {node} has no rank; leave it out of `prefill`")
+            raise InvalidInputError(f"prefill node {_described(node)} has no rank; leave it out of `prefill`")
         for rank in node.ranks:
             if rank.pp >= first.pp_size or rank.tp >= first.tp_size:
-                raise InvalidInputError(f"prefill node {node} has rank {rank}, which such an instance does not have")
+                raise InvalidInputError(
+                    f"prefill node {_described(node)} has rank {rank}, which such an instance does not have"
+                )
             if rank in holders:
-                raise InvalidInputError(f"prefill nodes {holders[rank]} and {node} both hold rank {rank}; {_REMEDY}")
+                raise InvalidInputError(
+                    f"prefill nodes {_described(holders[rank])} and {_described(node)} both hold rank {rank}; {_REMEDY}"
+                )
             holders[rank] = node
     if len(holders) < first.pp_size * first.tp_size:
         every = (Rank(pp=pp, tp=tp) for pp in range(first.pp_size) for tp in range(first.tp_size))
         missing = next(rank for rank in every if rank not in holders)
-        named = ", ".join(map(str, nodes))
+        named = ", ".join(map(_described, nodes))
         raise InvalidInputError(f"rank {missing} of prefill instance {first.instance} is on none of {named}; {_REMEDY}")
+
+
+def _parallelism(node: Welcome) -> tuple[object, ...]:
+    return node.instance, node.pp_size, node.tp_size, node.stage_boundaries
+
+
+def _described(node: Welcome) -> str:
+    stages = f", stages from layers {node.stage_boundaries}" if node.stage_boundaries else ""
+    ranks = ", ".join(map(str, node.ranks[:8])) + (", ..." if len(node.ranks) > 8 else "")
+    return f"{node.name} (ranks {ranks or 'none'} of pp_size {node.pp_size} x tp_size {node.tp_size}{stages})"

@@ -21,7 +21,7 @@ from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillLinks
 from kvbridge.daemon.parts import NodeParts
-from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
+from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, PrefillNodes
 from kvbridge.node.engines import Engines
 from kvbridge.telemetry.facts import EventStream
 from tests.helpers.local_servers import held_ports
@@ -97,9 +97,9 @@ async def opened() -> AsyncIterator[Callable[[PeerSettings], Decode]]:
         yield make
 
 
-async def answer_of(node: Decode, where: PeerAddress) -> KnownNode | BridgeError:
+async def answer_of(node: Decode, where: PeerAddress) -> Welcome | BridgeError:
     """Return the node, or the error, that a room gets that waits for it."""
-    answer: asyncio.Queue[KnownNode | BridgeError] = asyncio.Queue()
+    answer: asyncio.Queue[Welcome | BridgeError] = asyncio.Queue()
 
     def look() -> None:
         try:
@@ -143,7 +143,7 @@ async def test_wrong_addresses_do_not_take_the_links_of_nodes_that_have_answered
     node = opened(PeerSettings(max_connections=8))
     honest = Prefill(1)
     honest.welcomes = True
-    assert isinstance(await answer_of(node, honest.address), KnownNode)
+    assert isinstance(await answer_of(node, honest.address), Welcome)
     node.nodes.lost(honest.address, "silent")
     assert honest.address not in node.links
     taken = []
@@ -153,7 +153,7 @@ async def test_wrong_addresses_do_not_take_the_links_of_nodes_that_have_answered
             taken.append(number)
         await asyncio.sleep(0)
     assert len(taken) == 6
-    assert isinstance(await answer_of(node, honest.address), KnownNode)
+    assert isinstance(await answer_of(node, honest.address), Welcome)
     honest.server.close()
 
 
@@ -186,8 +186,8 @@ async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(o
             await asyncio.sleep(0.01)
     first.welcomes = True
     found = await answer_of(node, first.address)
-    assert isinstance(found, KnownNode)
-    assert found.peer == first.incarnation
+    assert isinstance(found, Welcome)
+    assert found.incarnation == first.incarnation
     node.links.watch()
     assert list(node.nodes._known) == [first.address]
     for each in (first, *others):
@@ -201,8 +201,8 @@ async def test_two_addresses_of_a_node_are_one_link_and_neither_voids_what_came_
     by_name = PeerAddress(endpoint=prefill.address.endpoint.replace("127.0.0.1", "localhost"))
     for where in (prefill.address, by_name, prefill.address, by_name):
         found = await answer_of(node, where)
-        assert isinstance(found, KnownNode)
-        assert found.peer == prefill.incarnation
+        assert isinstance(found, Welcome)
+        assert found.incarnation == prefill.incarnation
     assert prefill.resets == []
     assert len(prefill.server.peers) == 1
     assert list(node.nodes._known) == [prefill.address]

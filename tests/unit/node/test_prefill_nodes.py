@@ -75,8 +75,7 @@ def test_a_node_is_greeted_once_and_then_known():
     assert (side.opened, side.hellos) == ([ADDRESS], 1)
     side.welcome()
     found = side.nodes.known_node(ADDRESS)
-    assert (found.peer, found.name, found.ranks) == (PREFILL, "prefill/p0", (R0,))
-    assert found.parallelism == ("prefill", 1, 1, ())
+    assert (found.incarnation, found.name, found.ranks) == (PREFILL, "prefill/p0", (R0,))
     side.nodes.send(PREFILL, Heartbeat())
     side.nodes.send("nobody", Heartbeat())
     assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
