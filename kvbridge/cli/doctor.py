@@ -30,7 +30,7 @@ from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.links import curve_keys
 from kvbridge.doctor.findings import Finding, Level, Needs, needs_of, size
 from kvbridge.doctor.reach import Asking
-from kvbridge.doctor.run import Config, Visit, examine, read_host
+from kvbridge.doctor.run import Config, examine, read_host
 from kvbridge.pool.memory.leftovers import Leftover, Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
@@ -77,10 +77,16 @@ def doctor(options: DoctorOptions) -> None:
     Exit codes: 0: nothing will break (there may be warnings); 1: something will;
     2: wrong usage or configuration.
     """
-    visit = _visit(options)
-    host = read_host(visit)
-    findings = examine(host, visit.needs)
-    typer.echo(_json(visit.needs, findings) if options.as_json else _text(visit.needs, host.reach.running, findings))
+    config, needs, peers = _configured(options), Needs(), tuple(options.peer or ())
+    if wrong := [peer for peer in peers if "://" not in peer]:
+        fail(ConfigError(f"--peer {wrong[0]}: expected http://HOST:PORT or tcp://HOST:PORT"))
+    try:
+        needs = needs if config is None else needs_of(config)
+    except BridgeError as error:
+        fail(error)
+    host = read_host(needs, Asking() if config is None else _asking(config, options.peer_key), peers, config)
+    findings = examine(host, needs)
+    typer.echo(_json(needs, findings) if options.as_json else _text(needs, host.reach.running, findings))
     if any(finding.level is Level.BREAKS for finding in findings):
         raise typer.Exit(EXIT_FAILED)
 
@@ -96,24 +102,16 @@ def _role_of(file: Path) -> DaemonRole:
     return DaemonRole(roles[0])
 
 
-def _visit(options: DoctorOptions) -> Visit:
-    """Load the configuration that the options name, or end the command."""
-    peers = tuple(options.peer or ())
-    for peer in peers:
-        if "://" not in peer:
-            fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT or tcp://HOST:PORT"))
+def _configured(options: DoctorOptions) -> Config | None:
+    """Load the configuration that the options name, or end the command. None: they name none."""
     role = options.role or (_role_of(options.config) if options.config else None)
     if role is None:
-        return Visit(peers=peers)
+        return None
     if options.config is None:
         fail(ConfigError(f"kvbridge doctor: --role {role} belongs to a file: name it with --config"))
     config = load_or_exit(role.schema, options.config, options.overrides)
     assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
-    try:
-        needs = needs_of(config)
-    except BridgeError as error:
-        fail(error)
-    return Visit(config=config, needs=needs, asking=_asking(config, options.peer_key), peers=peers)
+    return config
 
 
 def _asking(config: Config, peer_key: str) -> Asking:

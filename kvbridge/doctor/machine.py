@@ -19,7 +19,7 @@ from kvbridge.core.errors import CHECKOUT, BridgeError, ConfigError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, size, warning
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.runtime import has_accelerator
+from kvbridge.kernels.cuda.runtime import DeviceFacts, has_accelerator
 from kvbridge.pool.memory.shared_mapping import MemoryLimit, control_group_limits, machine_limits, why_not_memory
 from kvbridge.processes import OPEN_FILES_SHARE, module_command, signal_name
 
@@ -40,37 +40,13 @@ FILES_CURE = (
 )
 
 
-class Limit(FrozenModel):
-    """A resource limit of this process; None: unlimited."""
-
-    soft: int | None = None
-    hard: int | None = None
-
-
-class SharedDirectory(FrozenModel):
-    """A directory for shared memory."""
-
-    path: str
-    problem: str = ""
-    """Why files in it would not be shared memory."""
-    total_bytes: int = 0
-    free_bytes: int = 0
-
-
 class Directory(FrozenModel):
-    """The runtime directory, or another file in its place."""
+    """The runtime directory, or a directory for shared memory."""
 
     path: str
     problem: str = ""
-    """Why it could not be used."""
+    """Why it cannot be used."""
     exists: bool = True
-
-
-class Gpu(FrozenModel):
-    """One GPU that this process sees."""
-
-    ordinal: int
-    name: str = ""
     total_bytes: int = 0
     free_bytes: int = 0
 
@@ -78,20 +54,23 @@ class Gpu(FrozenModel):
 class Machine(FrozenModel):
     """Facts of this host and of this process."""
 
-    locked: Limit = Limit()
+    locked_bytes: int | None = None
+    """Limit of the memory that this process may lock; None: unlimited."""
     may_lock_any: bool = False
     """CAP_IPC_LOCK: the limit does not count."""
-    shared: tuple[SharedDirectory, ...] = ()
+    shared: tuple[Directory, ...] = ()
     limits: tuple[MemoryLimit, ...] = ()
     """Memory limits of the machine and of the control groups."""
-    open_files: Limit = Limit()
+    open_files: int | None = None
+    """Hard limit of open files; None: unlimited."""
     runtime: Directory | None = None
     accelerator: bool = False
     """Whether a GPU's driver has made its device node."""
     driver: str = ""
     gpu_problem: str = ""
     """Why this process cannot use a GPU."""
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[DeviceFacts, ...] = ()
+    """The GPUs that this process sees, by ordinal."""
     ipc_problem: str | None = None
     """Why another process could not open device memory of this one; None: not tried."""
 
@@ -105,11 +84,11 @@ def read_machine(
     """
     status = dict(line.partition(":")[::2] for line in read_text(root / "proc/self/status").splitlines())
     return Machine(
-        locked=_limit(resource.RLIMIT_MEMLOCK),
+        locked_bytes=_limit(resource.RLIMIT_MEMLOCK, 0),
         may_lock_any=bool(int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1),
         shared=tuple(_shared(place) for place in dict.fromkeys(directories)),
         limits=(*machine_limits(root / "proc/meminfo"), *control_group_limits()),
-        open_files=_limit(resource.RLIMIT_NOFILE),
+        open_files=_limit(resource.RLIMIT_NOFILE, 1),
         runtime=None if runtime_dir is None else _runtime(runtime_dir),
         **_gpus(used, root),
     )
@@ -123,18 +102,17 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def _limit(which: int) -> Limit:
-    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which))
-    return Limit(soft=soft, hard=hard)
+def _limit(which: int, hard: int) -> int | None:
+    value = resource.getrlimit(which)[hard]
+    return None if value == resource.RLIM_INFINITY else value
 
 
-def _shared(directory: Path) -> SharedDirectory:
-    problem = why_not_memory(directory)
-    if problem:
-        return SharedDirectory(path=str(directory), problem=problem)
+def _shared(directory: Path) -> Directory:
+    if problem := why_not_memory(directory):
+        return Directory(path=str(directory), problem=problem)
     found = os.statvfs(directory)
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    return SharedDirectory(path=str(directory), total_bytes=total, free_bytes=free)
+    return Directory(path=str(directory), total_bytes=total, free_bytes=free)
 
 
 def _runtime(path: Path) -> Directory:
@@ -150,15 +128,10 @@ def _gpus(used: tuple[int, ...], root: Path) -> dict[str, Any]:
         return {}
     version = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", read_text(root / "proc/driver/nvidia/version"))
     facts: dict[str, Any] = {"accelerator": True, "driver": version.group(1) if version else ""}
-    problem = runtime.reason_without_device()
-    if problem:
+    if problem := runtime.reason_without_device():
         return facts | {"gpu_problem": problem}
-    found = [runtime.device_facts(ordinal) for ordinal in range(runtime.device_count())]
-    gpus = tuple(
-        Gpu(ordinal=ordinal, name=each.name, total_bytes=each.total_bytes, free_bytes=each.free_bytes)
-        for ordinal, each in enumerate(found)
-    )
-    return facts | {"gpus": gpus, "ipc_problem": _try_sharing(used[0]) if used and used[0] < len(found) else None}
+    gpus = tuple(map(runtime.device_facts, range(runtime.device_count())))
+    return facts | {"gpus": gpus, "ipc_problem": _try_sharing(used[0]) if used and used[0] < len(gpus) else None}
 
 
 def _try_sharing(ordinal: int) -> str:
@@ -182,7 +155,7 @@ def _try_sharing(ordinal: int) -> str:
 
 def check_locked(machine: Machine, needs: Needs, *, rdma: bool) -> Iterator[Finding]:
     """RDMA registration locks every page, and counts it against RLIMIT_MEMLOCK. `rdma`: there is a device."""
-    limit, wanted = machine.locked.soft, max(needs.shared_bytes, LEAST_LOCKED_BYTES)
+    limit, wanted = machine.locked_bytes, max(needs.shared_bytes, LEAST_LOCKED_BYTES)
     if limit is None or machine.may_lock_any:
         yield fine(f"memory may be locked without a limit{' (CAP_IPC_LOCK)' if machine.may_lock_any else ''}")
     elif limit >= wanted:
@@ -253,7 +226,7 @@ def check_limits(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 def check_open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Connections are file descriptors. A daemon raises its soft limit to the hard one, and serves as many as that allows."""
-    hard = machine.open_files.hard
+    hard = machine.open_files
     wanted = max([needs.idle_connections, *(port.connections for port in needs.ports)], default=0) * OPEN_FILES_SHARE
     if hard is None or hard >= max(wanted, LEAST_FILES):
         enough = f", {wanted} are enough" if wanted else ""
@@ -322,8 +295,8 @@ def check_gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 def check_gpu_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     """Device pools are allocated at the start."""
-    for gpu in machine.gpus:
-        need, subject = needs.device_bytes.get(gpu.ordinal, 0), f"cuda:{gpu.ordinal}"
+    for ordinal, gpu in enumerate(machine.gpus):
+        need, subject = needs.device_bytes.get(ordinal, 0), f"cuda:{ordinal}"
         if need > gpu.free_bytes:
             yield breaks(
                 f"{subject} has {size(gpu.free_bytes)} free of {size(gpu.total_bytes)}, its pools need {size(need)}",

@@ -9,14 +9,13 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvbridge.config.endpoints import is_wildcard
 from kvbridge.control.processes import TcpListener, tcp_listeners
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, Port, breaks, fine, not_here, warning
 from kvbridge.doctor.machine import ROOT, read_text
 from kvbridge.transport.mooncake.library import interface_address
-
-WILDCARDS = {"0.0.0.0", "::", "*"}  # noqa: S104 - recognised here, not bound
 
 
 class RdmaPort(FrozenModel):
@@ -193,7 +192,7 @@ def check_ports(network: Network, needs: Needs, running: str) -> Iterator[Findin
 
 def _collides(port: Port, listener: TcpListener) -> bool:
     ours, theirs = ("127.0.0.1" if host == "localhost" else host.strip("[]") for host in (port.host, listener.host))
-    return port.port == listener.port and (ours == theirs or bool(WILDCARDS & {ours, theirs}))
+    return port.port == listener.port and (ours == theirs or is_wildcard(ours) or is_wildcard(theirs))
 
 
 def check_addresses(network: Network, needs: Needs) -> Iterator[Finding]:

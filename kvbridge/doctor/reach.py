@@ -1,4 +1,4 @@
-"""Processes that this host depends on: bootstrap, peers, their control sockets. The questions do not disturb them."""
+"""Processes that matter to this host: the node of the configuration, bootstrap, peers, control sockets. Asking disturbs none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from kvbridge.api.directory import InstanceView
-from kvbridge.api.rooms import RoomPage
+from kvbridge.api.rooms import RoomPage, RoomReport
 from kvbridge.api.status import NodeStatus, Readiness
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.requests import RequestClient
@@ -21,20 +21,23 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.session.tables import RoomState
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, warning
-from kvbridge.doctor.running import RunningNode
 
 ANSWER_S = 5.0
 HANDSHAKE_S = 3.0
 MOST_KEYS = 8
 """Most public keys that are tried at one control socket."""
 MOST_PEERS = 64
+FEW_PAGES = 0.05
+"""Share of a space's pages below which the space is nearly full."""
+OLD_S = 60.0
+"""Age from which the oldest room is shown with the event that it waits for."""
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 _LISTING = TypeAdapter(tuple[InstanceView, ...])
 
 
 class Answer(FrozenModel):
-    """Answer of an HTTP endpoint."""
+    """Answer of an HTTP endpoint, or of a control socket."""
 
     name: str
     """Name of the daemon: `bootstrap`, `decode-0/node-0`."""
@@ -44,17 +47,16 @@ class Answer(FrozenModel):
     took_s: float = 0
     ready: bool = True
     reasons: tuple[str, ...] = ()
-
-
-class Handshake(FrozenModel):
-    """Result of connecting to a control socket."""
-
-    name: str
-    endpoint: str
-    problem: str = ""
-    took_s: float = 0
     how: str = "handshake not encrypted"
-    """How far it went."""
+    """Control sockets: how far the handshake went."""
+
+
+class RunningNode(FrozenModel):
+    """The documents of a node about itself."""
+
+    status: NodeStatus
+    oldest: RoomReport | None = None
+    """The room that has been under way for longest."""
 
 
 class Reach(FrozenModel):
@@ -66,7 +68,7 @@ class Reach(FrozenModel):
     """The node of this configuration, when it runs already."""
     bootstraps: tuple[Answer, ...] = ()
     peers: tuple[Answer, ...] = ()
-    handshakes: tuple[Handshake, ...] = ()
+    handshakes: tuple[Answer, ...] = ()
 
 
 @dataclass
@@ -85,7 +87,7 @@ class Asking:
         named = tuple(named)
         bootstraps: list[Answer] = []
         peers: list[Answer] = []
-        shaken: list[Handshake] = []
+        shaken: list[Answer] = []
         running, node = self.running(own_url, needs) if own_url else ("", None)
         for url in (own_url,) if needs.role == "bootstrap" and running else needs.bootstraps:
             answer = self.ready("bootstrap", url)
@@ -162,13 +164,12 @@ class Asking:
             return None
         return RunningNode(status=node, oldest=next(iter(rooms), None))
 
-    def shake(self, name: str, endpoint: str, *, encrypted: bool | None) -> Handshake:
+    def shake(self, name: str, endpoint: str, *, encrypted: bool | None) -> Answer:
         """Connect to a control socket and leave it. `encrypted`: whether the directory says so; None: not known."""
         begun_s = time.monotonic()
         keys = self.keys if encrypted is not False else None
         if encrypted and keys is None:
-            problem = "wants CURVE keys, and this configuration has none"
-            return Handshake(name=name, endpoint=endpoint, problem=problem)
+            return Answer(name=name, url=endpoint, problem="wants CURVE keys, and this configuration has none")
         how, problems = "handshake encrypted" if keys else "handshake not encrypted", list[str]()
         tried = [self.peer_key] if self.peer_key or keys is None else [keys.public, *sorted(keys.allowed)][:MOST_KEYS]
         for public in tried if keys else [""]:
@@ -179,11 +180,11 @@ class Asking:
                 if not _reached(endpoint):
                     break
             else:
-                return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
+                return Answer(name=name, url=endpoint, took_s=time.monotonic() - begun_s, how=how)
         if keys and not self.peer_key and _reached(endpoint):
             how = "TCP only: its public key is not known here (bootstrap hands it out with requests; --peer-key)"
-            return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
-        return Handshake(name=name, endpoint=endpoint, problem=problems[-1])
+            return Answer(name=name, url=endpoint, took_s=time.monotonic() - begun_s, how=how)
+        return Answer(name=name, url=endpoint, problem=problems[-1])
 
     def _get(self, url: str, token: str = "") -> tuple[httpx.Response | None, str]:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -269,16 +270,97 @@ def check_control(reach: Reach, needs: Needs) -> Iterator[Finding]:
     for each in reach.handshakes:
         if each.problem:
             yield breaks(
-                f"{each.name}: the control socket {each.endpoint} {each.problem}",
+                f"{each.name}: the control socket {each.url} {each.problem}",
                 "decode nodes meet a prefill node there: every room with it fails",
                 "kvbridge keys check on both ends; check control.advertise there, control.curve.allowed_keys_file, the firewall",
                 subject=each.name,
             )
         else:
             took = f"{each.took_s * 1e3:.0f} ms; no bytes were moved"
-            yield fine(f"{each.name}: {each.endpoint} is reached, {each.how} ({took})", subject=each.name)
+            yield fine(f"{each.name}: {each.url} is reached, {each.how} ({took})", subject=each.name)
     if not reach.handshakes:
         other_way = "decode nodes connect to prefill nodes, not the other way"
         yield not_here(
             "no control socket was tried", other_way if needs.role == "prefill" else "no prefill node is known"
+        )
+
+
+# ------------------------------------------------------------------ the node that runs
+
+
+def check_node(node: RunningNode | None, needs: Needs) -> Iterator[Finding]:
+    """A node that runs has engines and ranks, room for requests, and nothing that waits for somebody."""
+    if node is None:
+        why = f"{needs.name} does not run here" if needs.instance else "no configuration of a node was given"
+        yield not_here("no running node was looked at", why)
+        return
+    troubles = [*_parts(node.status), *_pages(node.status), *_rooms(node)]
+    yield from troubles
+    if not troubles:
+        yield fine(f"{needs.name} runs: engines and ranks are there, and pages are free")
+
+
+def _parts(status: NodeStatus) -> Iterator[Finding]:
+    attached = [engine for engine in status.engines if not engine.gone]
+    if not attached:
+        last = "; ".join(f"{engine.name} (pid {engine.pid}): {engine.gone}" for engine in status.engines)
+        yield warning(
+            "no engine is attached" + (f"; pages wait for the end of {last}" if last else ""),
+            "rooms are admitted, and end when no engine takes them in time",
+            "start the engine with this node's runtime_dir, and look at the engine's log",
+            subject="engines",
+        )
+    for rank in status.ranks:
+        if rank.state != "ready":
+            yield warning(
+                f"rank worker {rank.rank} (pid {rank.pid}) is {rank.state}" + (f": {rank.error}" if rank.error else ""),
+                "no room is admitted until every rank is ready",
+                "wait while it registers memory; otherwise look for worker_gone in the node's log",
+                subject=rank.rank,
+            )
+    if (store := status.store) is not None and store.state != "closed":
+        yield warning(
+            f"the {store.kind} store below host memory is not asked ({store.state})"
+            + (f": {store.why_not}" * bool(store.why_not)),
+            "prompts that only the store has are computed again; requests do not fail by it",
+            "runbook.md#kvbridgeprefixstoreaway; look for store_ in the node's log",
+            subject="store",
+        )
+
+
+def _pages(status: NodeStatus) -> Iterator[Finding]:
+    for space, counts in status.pools.items():
+        total, available = sum(counts.values()), status.available_pages.get(space, 0)
+        if total and available <= FEW_PAGES * total:
+            yield warning(
+                f"{available} of {total} pages of the space {space} are available",
+                "requests that need more wait or are answered 503",
+                "kvbridge rooms shows who holds pages and what each room waits for",
+                subject=space,
+            )
+    for reason, owners in status.quarantine.items():
+        yield warning(
+            f"pages of {', '.join(owners)} are in quarantine: {reason}",
+            "nobody may use these pages before there is proof that no transfer writes to them any more",
+            "the end of the process that is named is such a proof; otherwise wait for it to go on",
+            subject="quarantine",
+        )
+
+
+def _rooms(node: RunningNode) -> Iterator[Finding]:
+    queue, oldest = node.status.admission, node.oldest
+    if queue.starved_since:
+        yield warning(
+            f"for {node.status.at - queue.starved_since:.0f} s not even the smallest waiting request fits",
+            "requests wait until pages are released",
+            "kvbridge rooms shows who holds pages",
+            subject="admission",
+        )
+    if oldest is not None and oldest.age_s >= OLD_S and oldest.waits_for:
+        limit = f", for at most {oldest.expires_in_s:.0f} s more ({oldest.limit})" if oldest.expires_in_s else ""
+        yield warning(
+            f"room {oldest.room} has been under way for {oldest.age_s:.0f} s and waits for {oldest.waits_for}{limit}",
+            "its pages are taken until then",
+            f"kvbridge room {oldest.room} shows its events",
+            subject=f"room {oldest.room}",
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbridge.api.endpoint_file import read_endpoint
@@ -12,7 +11,7 @@ from kvbridge.config.endpoints import is_wildcard
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor import machine, network, reach, running, software
+from kvbridge.doctor import machine, network, reach, software
 from kvbridge.doctor.findings import Finding, Level, Needs
 from kvbridge.doctor.machine import Machine
 from kvbridge.doctor.network import Network
@@ -51,7 +50,7 @@ CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
     "software.environment": lambda host, needs: software.check_environment(
         host.software, needs, rdma=bool(host.network.rdma)
     ),
-    "running.node": lambda host, needs: running.check_node(host.reach.node, needs),
+    "running.node": lambda host, needs: reach.check_node(host.reach.node, needs),
     "reach.bootstrap": lambda host, needs: reach.check_bootstrap(host.reach, needs),
     "reach.peers": lambda host, needs: reach.check_peers(host.reach, needs),
     "reach.control": lambda host, needs: reach.check_control(host.reach, needs),
@@ -68,28 +67,19 @@ def examine(host: Host, needs: Needs) -> list[Finding]:
     return sorted(found, key=lambda finding: order.index(finding.level))
 
 
-@dataclass(frozen=True)
-class Visit:
-    """Input of one run."""
+def read_host(needs: Needs, asking: Asking, peers: Sequence[str] = (), config: Config | None = None) -> Host:
+    """Read the host and ask others.
 
-    config: Config | None = None
-    needs: Needs = field(default_factory=Needs)
-    asking: Asking = field(default_factory=Asking)
-    peers: Sequence[str] = ()
-    """Further peers: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket."""
-
-
-def read_host(visit: Visit) -> Host:
-    """Read the host and ask others."""
-    needs, config = visit.needs, visit.config
+    `peers`: further ones, as `http://HOST:PORT` of a daemon or `tcp://HOST:PORT` of a control socket.
+    """
     directories = [Path(needs.directory), DEFAULT_DIRECTORY, Path(needs.settings.local.proof_directory)]
     host = Host(
         machine=machine.read_machine(directories, getattr(config, "runtime_dir", None), needs.gpus),
         network=network.read_network(needs),
         software=software.read_software(),
     )
-    with closing(visit.asking.http):
-        found = visit.asking.reach(needs, _own_url(config) if config is not None else "", visit.peers)
+    with closing(asking.http):
+        found = asking.reach(needs, _own_url(config) if config is not None else "", peers)
     return host.model_copy(update={"reach": found})
 
 

@@ -53,7 +53,7 @@ def test_to_find_a_device_makes_a_context_on_none(device: int) -> None:
 def test_gpus_are_read_and_another_process_opens_their_memory(device: int) -> None:
     found = read_machine([], used=(device,))
     assert (found.gpu_problem, found.ipc_problem) == ("", "")
-    assert [gpu.ordinal for gpu in found.gpus] == list(range(runtime.device_count()))
+    assert len(found.gpus) == runtime.device_count()
     assert all(gpu.name and gpu.total_bytes >= gpu.free_bytes > 0 for gpu in found.gpus)
     assert int(found.driver.partition(".")[0]) > 400
     needs = Needs(role="decode", gpus=(device,), device_bytes={device: 1 << 20})

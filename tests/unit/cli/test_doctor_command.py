@@ -8,20 +8,20 @@ from typer.testing import CliRunner
 
 from kvbridge.cli import doctor as command
 from kvbridge.cli.main import app
-from kvbridge.doctor.machine import Limit
-from kvbridge.doctor.run import CHECKS, Host, Visit
+from kvbridge.doctor.findings import Needs
+from kvbridge.doctor.run import CHECKS, Host
 from tests.unit.doctor.hosts import HEALTHY, changed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 DECODE = ["--config", str(CONFIGS / "decode.yaml"), "--role", "decode"]
-SHORT_OF_FILES = changed(HEALTHY, machine__open_files=Limit(soft=256, hard=256))
+SHORT_OF_FILES = changed(HEALTHY, machine__open_files=256)
 
 
 def run(host: Host, monkeypatch: pytest.MonkeyPatch, *arguments: str):
-    visits: list[Visit] = []
+    visits: list[Needs] = []
 
-    def read(visit: Visit) -> Host:
-        visits.append(visit)
+    def read(needs: Needs, *_: object) -> Host:
+        visits.append(needs)
         return host
 
     monkeypatch.setattr(command, "read_host", read)
@@ -39,7 +39,7 @@ def test_what_breaks_comes_first_with_why_and_cure_and_is_1(monkeypatch: pytest.
     assert result.stdout.index("cure: ") < result.stdout.index("FINE")
     assert "1 will break" in result.stdout
     assert "decode decode-0/node-0" in result.stdout
-    assert visit.needs.role == "decode"
+    assert visit.role == "decode"
     assert "\x1b" not in result.stdout
 
 

@@ -8,12 +8,12 @@ from kvbridge.api.status import EngineStatus, RankStatus
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
 from kvbridge.control.processes import TcpListener
 from kvbridge.doctor.findings import Needs, Port
-from kvbridge.doctor.machine import Directory, Gpu, Limit, Machine, SharedDirectory
+from kvbridge.doctor.machine import Directory, Machine
 from kvbridge.doctor.network import Interface, Network, RdmaPort
-from kvbridge.doctor.reach import Answer, Handshake, Reach
+from kvbridge.doctor.reach import Answer, Reach, RunningNode
 from kvbridge.doctor.run import Host
-from kvbridge.doctor.running import RunningNode
 from kvbridge.doctor.software import Software
+from kvbridge.kernels.cuda.runtime import DeviceFacts
 from kvbridge.pool.memory.shared_mapping import MemoryLimit
 from tests.unit.http.services import NODE_PAGE
 
@@ -31,14 +31,13 @@ RUNNING = RunningNode(status=NODE_PAGE.model_copy(update={"engines": (ENGINE,), 
 
 HEALTHY = Host(
     machine=Machine(
-        locked=Limit(),
-        shared=(SharedDirectory(path="/dev/shm", total_bytes=512 * GIB, free_bytes=500 * GIB),),
+        shared=(Directory(path="/dev/shm", total_bytes=512 * GIB, free_bytes=500 * GIB),),
         limits=(MemoryLimit(name="memory of this machine", available_bytes=600 * GIB, cure="use a larger machine"),),
-        open_files=Limit(soft=1024, hard=1 << 20),
+        open_files=1 << 20,
         runtime=Directory(path="/run/kvbridge"),
         accelerator=True,
         driver="580.65.06",
-        gpus=tuple(Gpu(ordinal=one, name="NVIDIA H200", total_bytes=141 * GIB, free_bytes=139 * GIB) for one in (0, 1)),
+        gpus=(DeviceFacts("NVIDIA H200", 132, (9, 0), 141 * GIB, 139 * GIB),) * 2,
         ipc_problem="",
     ),
     network=Network(
@@ -58,7 +57,7 @@ HEALTHY = Host(
         node=RUNNING,
         bootstraps=(Answer(name="bootstrap", url="http://10.0.0.1:7900", took_s=0.001),),
         peers=(Answer(name="decode-0/node-0", url="http://10.1.0.3:7902", took_s=0.001),),
-        handshakes=(Handshake(name="prefill-1/node-0", endpoint="tcp://10.1.0.4:7801", took_s=0.002),),
+        handshakes=(Answer(name="prefill-1/node-0", url="tcp://10.1.0.4:7801", took_s=0.002),),
     ),
 )
 

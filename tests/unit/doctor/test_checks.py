@@ -1,5 +1,6 @@
 """Every check against recorded hosts: one that it calls broken, and one that it calls fine."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,18 +12,17 @@ from kvbridge.control.processes import TcpListener
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import RoomState
 from kvbridge.doctor.findings import Finding, Level, Needs
-from kvbridge.doctor.machine import Directory, Limit, SharedDirectory
-from kvbridge.doctor.reach import Answer, Handshake
+from kvbridge.doctor.machine import Directory
+from kvbridge.doctor.reach import Answer, RunningNode
 from kvbridge.doctor.run import CHECKS, Host, examine
-from kvbridge.doctor.running import RunningNode
 from kvbridge.pool.memory.shared_mapping import MemoryLimit
 from tests.unit.doctor.hosts import ENGINE, GIB, HEALTHY, INFINIBAND, NEEDS, RANK, ROCE, RUNNING, changed
 from tests.unit.http.services import NODE_PAGE
 
 GPU, OTHER_GPU = HEALTHY.machine.gpus
 B, W = Level.BREAKS, Level.WARNING
-SMALL = SharedDirectory(path="/dev/shm", total_bytes=64 << 20, free_bytes=64 << 20)
-DISK = SharedDirectory(path="/data", problem="/data is on a file system of type 0xef53")
+SMALL = Directory(path="/dev/shm", total_bytes=64 << 20, free_bytes=64 << 20)
+DISK = Directory(path="/data", problem="/data is on a file system of type 0xef53")
 GROUP = MemoryLimit(name="memory limit of control group /x", available_bytes=GIB, cure="raise the memory limit")
 NGINX = TcpListener("0.0.0.0", 7902, 42, "nginx -g")
 BOOT = Answer(name="bootstrap", url="http://boot:7900", problem="Name or service not known")
@@ -75,7 +75,7 @@ def case(check: str, level: Level, says: str, cure: str, needs: dict[str, Any] |
 
 
 CASES = [
-    case("memory.locked", B, "only 8.0 MiB", "ulimit -l unlimited", machine__locked=Limit(soft=8 << 20)),
+    case("memory.locked", B, "only 8.0 MiB", "ulimit -l unlimited", machine__locked_bytes=8 << 20),
     case("memory.shared", B, "64.0 MiB free of 64.0 MiB", "remount,size=262144m /dev/shm", machine__shared=(SMALL,)),
     case("memory.shared", B, "type 0xef53", "pools.host.directory: /dev/shm", machine__shared=(DISK,)),
     case("memory.limits", B, "control group /x: 1.0 GiB left", "raise the memory limit", machine__limits=(GROUP,)),
@@ -88,7 +88,7 @@ CASES = [
     ),
     case(
         *("devices.memory", B, "cuda:0 has 10.0 GiB free", "nvidia-smi"),
-        machine__gpus=(changed(GPU, free_bytes=10 * GIB), OTHER_GPU),
+        machine__gpus=(replace(GPU, free_bytes=10 * GIB), OTHER_GPU),
     ),
     case("devices.driver", B, "535.54 is older than CUDA 13", "nixl-cu12", machine__driver="535.54"),
     case("devices.ipc", B, "invalid device context", "--ipc=host", machine__ipc_problem="invalid device context"),
@@ -115,8 +115,8 @@ CASES = [
         network__foreign=("10.9.9.9",),
     ),
     case("network.addresses", B, "transports.mooncake.host is 127.0.0.1, while", "10.1.0.2", mooncake("127.0.0.1")),
-    case("process.open_files", B, "only 256 files", "LimitNOFILE", machine__open_files=Limit(soft=256, hard=256)),
-    case("process.open_files", W, "4096 files may be open", "http.max", machine__open_files=Limit(hard=4096)),
+    case("process.open_files", B, "only 256 files", "LimitNOFILE", machine__open_files=256),
+    case("process.open_files", W, "4096 files may be open", "http.max", machine__open_files=4096),
     case(
         *("process.runtime_directory", B, "can be entered by others", "chmod 700 /tmp/x"),
         machine__runtime=Directory(path="/tmp/x", problem="runtime directory /tmp/x can be entered by others"),
@@ -178,7 +178,7 @@ CASES = [
     case("reach.peers", W, "bootstrap knows no prefill node", "http://10.0.0.1:7900", reach__peers=()),
     case(
         *("reach.control", B, "does not allow our key", "allowed_keys_file"),
-        reach__handshakes=(Handshake(name="p", endpoint="tcp://x:1", problem="does not allow our key"),),
+        reach__handshakes=(Answer(name="p", url="tcp://x:1", problem="does not allow our key"),),
     ),
 ]
 
@@ -206,7 +206,7 @@ def test_every_check_has_a_broken_host_and_calls_the_healthy_one_fine() -> None:
 
 def test_a_small_host_without_a_configuration_breaks_nothing() -> None:
     """No GPU, no RDMA, little memory to lock: each is said, with why nothing needs it."""
-    found = examine(changed(Host(), machine__locked=Limit(soft=8 << 20)), Needs())
+    found = examine(changed(Host(), machine__locked_bytes=8 << 20), Needs())
     assert not [finding for finding in found if finding.level in {B, W}]
     absent = [finding for finding in found if finding.level is Level.NOT_HERE]
     assert {"memory.locked", "devices.present", "rdma.present", "network.ports"} <= {each.check for each in absent}
@@ -218,7 +218,7 @@ def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> Non
         HEALTHY,
         machine__shared=(SMALL,),
         network__listeners=(NGINX,),
-        machine__gpus=(changed(GPU, free_bytes=0), OTHER_GPU),
+        machine__gpus=(replace(GPU, free_bytes=0), OTHER_GPU),
     )
     broken = {each.check for each in examine(host, NEEDS) if each.level is B}
     assert broken == {"memory.shared", "network.ports", "devices.memory"}
@@ -227,7 +227,7 @@ def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> Non
 
 
 def test_locking_matters_only_where_something_locks() -> None:
-    little = changed(HEALTHY, machine__locked=Limit(soft=8 << 20))
+    little = changed(HEALTHY, machine__locked_bytes=8 << 20)
     for needs, rdma, level in (
         (mooncake(), (ROCE,), B),  # NIXL takes a card where there is one
         (mooncake(), (), Level.NOT_HERE),

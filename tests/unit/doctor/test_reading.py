@@ -193,7 +193,7 @@ def test_two_gpus(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = opener(monkeypatch, 0, "")
     found = read_machine([], used=(1,), root=two_gpus)
     assert (found.driver, found.ipc_problem) == ("580.65.06", "")
-    assert [(gpu.ordinal, gpu.free_bytes) for gpu in found.gpus] == [(0, 139 << 30), (1, 139 << 30)]
+    assert found.gpus == (FACTS, FACTS)
     assert asked[0][1:] == ["-P", "-m", "kvbridge.doctor.machine", "1", "01" * 64]
 
 
