@@ -6,7 +6,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from pydantic import BaseModel
@@ -81,24 +81,18 @@ The daemons that ask for it: http.token_file. Bootstrap, when it is the token of
 Daemons, when it is the token of their bootstrap: bootstrap.token_file.""")
 
 
-class Finding(NamedTuple):
-    """One line of `check`."""
-
-    good: bool
-    text: str
-
-
 @app.command()
 def check(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Check the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
     findings = list(_findings(load_or_exit(ROLES[role], config, overrides)))
     for good, text in findings:
         typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
-    if not all(finding.good for finding in findings):
+    if not all(good for good, _ in findings):
         raise typer.Exit(EXIT_CONFIG)
 
 
-def _findings(loaded: BaseModel) -> Iterator[Finding]:
+def _findings(loaded: BaseModel) -> Iterator[tuple[bool, str]]:
+    """Yield whether a key or token is good, and a line about it."""
     assert isinstance(loaded, PrefillConfig | DecodeConfig | BootstrapConfig | RouterConfig)
     if isinstance(loaded, PrefillConfig | DecodeConfig):
         yield from _curve(loaded.control.curve, prefill=isinstance(loaded, PrefillConfig))
@@ -111,72 +105,70 @@ def _findings(loaded: BaseModel) -> Iterator[Finding]:
         yield from _token("bootstrap", loaded.bootstrap)
 
 
-def _curve(curve: CurveConfig, *, prefill: bool) -> Iterator[Finding]:
+def _curve(curve: CurveConfig, *, prefill: bool) -> Iterator[tuple[bool, str]]:
     path = curve.secret_key_file
     if path is None:
-        yield Finding(True, "control.curve: no keys; the control socket is not encrypted, on loopback only")
+        yield (True, "control.curve: no keys; the control socket is not encrypted, on loopback only")
         return
     try:
         allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
         keys = load_keys(path, public=curve.public_key or "", allowed=allowed)
     except BridgeError as error:
-        yield Finding(False, f"control.curve: {error}")
+        yield (False, f"control.curve: {error}")
         return
-    yield Finding(True, f"control.curve.secret_key_file: {path}, public key {keys.public}")
+    yield (True, f"control.curve.secret_key_file: {path}, public key {keys.public}")
     beside = public_key_beside(path)
     if beside not in {"", keys.public}:
-        yield Finding(
-            False, f"control.curve: {path.with_suffix('.pub')} holds another pair's public key: {beside[:40]}"
-        )
+        yield (False, f"control.curve: {path.with_suffix('.pub')} holds another pair's public key: {beside[:40]}")
     if not prefill:
         return
-    yield Finding(True, f"may connect: {keys.public} (this node's own pair), as any instance")
+    yield (True, f"may connect: {keys.public} (this node's own pair), as any instance")
     for key, instances in sorted(allowed.items()):
-        yield Finding(True, f"may connect: {key} as {', '.join(sorted(instances)) or 'any instance'}")
+        yield (True, f"may connect: {key} as {', '.join(sorted(instances)) or 'any instance'}")
 
 
-def _http(http: HttpConfig) -> Iterator[Finding]:
+def _http(http: HttpConfig) -> Iterator[tuple[bool, str]]:
     if not http.has_token:
-        yield Finding(True, "http: no token; the endpoint is open to everybody who reaches it, on loopback only")
+        yield (True, "http: no token; the endpoint is open to everybody who reaches it, on loopback only")
     yield from _token("http", http)
     if http.tls_key_file is not None:
         yield from _private("http.tls_key_file", http.tls_key_file)
     elif http.has_token:
-        yield Finding(True, "http: no TLS; the token travels in the clear, so the network must be trusted")
+        yield (True, "http: no TLS; the token travels in the clear, so the network must be trusted")
 
 
-def _token(section: str, given: TokenConfig) -> Iterator[Finding]:
+def _token(section: str, given: TokenConfig) -> Iterator[tuple[bool, str]]:
     file = given.token_file
     try:
         found = read_grants(given, key=f"{section}.token_file")
     except BridgeError as error:
-        yield Finding(False, str(error))
+        yield (False, str(error))
         return
     if not found:
         return
     if file is None:
-        yield Finding(True, f"{section}.token: given in the configuration itself; a file of mode 0600 keeps it better")
+        yield (True, f"{section}.token: given in the configuration itself; a file of mode 0600 keeps it better")
     else:
         yield from _private(f"{section}.token_file", file)
     shortest = min(len(grant.token) for grant in found)
     if shortest < SHORTEST_TOKEN:
         text = f"{section}: a token of {shortest} characters can be guessed; `kvbridge keys token` makes one"
-        yield Finding(False, text)
+        yield (False, text)
     for number, grant in enumerate(found, 1):
         if section == "http" and grant.namespaces != Namespaces():
-            yield Finding(True, f"http: token {number} of {len(found)} may name {grant.namespaces}")
+            yield (True, f"http: token {number} of {len(found)} may name {grant.namespaces}")
     if len(found) > 1:
-        yield Finding(True, f"{section}: {len(found)} tokens are valid; remove the old ones once nobody shows them")
+        yield (True, f"{section}: {len(found)} tokens are valid; remove the old ones once nobody shows them")
 
 
-def _private(key: str, file: Path) -> Iterator[Finding]:
+def _private(key: str, file: Path) -> Iterator[tuple[bool, str]]:
     try:
         facts = file.stat()
         mode = stat.S_IMODE(facts.st_mode & ~readable_by_design(facts))
     except OSError as error:
-        yield Finding(False, f"{key}: cannot read {file}: {error.strerror}")
+        yield (False, f"{key}: cannot read {file}: {error.strerror}")
         return
     if mode & _OTHERS:
-        yield Finding(False, f"{key}: {file} has mode {mode:04o}, others can read it; run: chmod 600 {file}")
+        yield (False, f"{key}: {file} has mode {mode:04o}, others can read it; run: chmod 600 {file}")
     else:
-        yield Finding(True, f"{key}: {file}")
+        yield (True, f"{key}: {file}")

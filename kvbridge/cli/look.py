@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,22 +11,20 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from rich.filesize import decimal
 
 from kvbridge.api.client import BlockingClient, Params
-from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.api.rooms import MAX_LISTED, RoomPage, RoomReport, RoomTimeline
 from kvbridge.api.status import BootstrapStatus, DaemonStatus, NodeStatus, PrefillNodeStatus, RouterStatus
 from kvbridge.cli.config import EXIT_FAILED, DaemonRole, aligned, fail, with_options
-from kvbridge.cli.up import read_cluster
+from kvbridge.cli.up import named_daemons
 from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.loading import read_token
-from kvbridge.core.errors import BridgeError, ConfigError, UnknownRoomError
+from kvbridge.core.errors import BridgeError, UnknownRoomError
 from kvbridge.core.session.tables import RoomState
 from kvbridge.pool.accounts.book import PageState
 
-KindT = TypeVar("KindT", bound=BaseModel)
 FoundT = TypeVar("FoundT")
 
 CALL_S = 5.0
@@ -52,28 +51,6 @@ TokenOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the daemons' documents as JSON, by URL.")]
 
 
-@dataclass(frozen=True)
-class Target:
-    """One daemon that is asked."""
-
-    url: str
-    token: str = ""
-
-    @property
-    def _calls(self) -> BlockingClient:
-        return BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command", token=self.token)
-
-    def ask(self, kind: type[KindT], path: str, params: Params | None = None) -> KindT:
-        """Return a document. Raises a BridgeError that names the URL."""
-        return self._calls.ask(kind, "GET", self.url + path, params=params)
-
-    def status(self) -> DaemonStatus:
-        """Return the status of a daemon of any role."""
-        found = self._calls.ask(dict[str, Any], "GET", self.url + "/status")
-        kind = DOCUMENTS.get(str(found.get("role")), DaemonStatus)
-        return TypeAdapter(kind).validate_json(json.dumps(found), extra="ignore")
-
-
 def status(targets: TargetsArgument, token_file: TokenOption = None, as_json: JsonOption = False) -> None:
     """Show whether daemons are ready, and what keeps them busy or from it.
 
@@ -83,7 +60,7 @@ def status(targets: TargetsArgument, token_file: TokenOption = None, as_json: Js
 
     Exit codes: 0: all are ready; 1: one is not, or does not answer; 2: wrong usage.
     """
-    found = _ask_all(_targets(targets, token_file), lambda target: target.status())
+    found = _ask_all(_targets(targets, token_file), _status)
     if as_json:
         _print_json(found)
     else:
@@ -118,7 +95,7 @@ def rooms(options: RoomsOptions) -> None:
     if options.client is not None:
         query["client"] = options.client
     targets = _targets(options.targets, options.token_file, nodes_only=True)
-    found = _ask_all(targets, lambda target: _all_rooms(target, query))
+    found = _ask_all(targets, lambda calls, url: _all_rooms(calls, url, query))
     if options.as_json:
         _print_json(found)
     else:
@@ -143,7 +120,7 @@ def room(
     Exit codes: 0: a node knows the room; 1: none does, or a node does not answer;
     2: wrong usage.
     """
-    found = _ask_all(_targets(targets, token_file, nodes_only=True), lambda target: _room(target, number))
+    found = _ask_all(_targets(targets, token_file, nodes_only=True), lambda calls, url: _room(calls, url, number))
     known = {url: one for url, one in found.items() if not isinstance(one, UnknownRoomError)}
     if as_json:
         _print_json(found)
@@ -159,37 +136,30 @@ def room(
 # ---------------------------------------------------------------------------------------------- whom to ask
 
 
-def _targets(given: Sequence[str], token_file: Path | None, *, nodes_only: bool = False) -> list[Target]:
-    """Return the daemons that arguments name, or end the command with what is wrong about them."""
+def _targets(given: Sequence[str], token_file: Path | None, *, nodes_only: bool = False) -> dict[str, BlockingClient]:
+    """Return a client for each URL that the arguments name, or end the command with the mistake in them."""
+    found = {}
     try:
-        token = read_token(TokenConfig(token_file=token_file), key="--token-file")
-        return [target for one in given for target in _targets_of(one, token, nodes_only=nodes_only)]
+        shown = read_token(TokenConfig(token_file=token_file), key="--token-file")
+        for url, daemon in itertools.chain.from_iterable(map(named_daemons, given)):
+            if daemon is None or not (nodes_only and daemon.role is DaemonRole.BOOTSTRAP):
+                token = shown or (read_token(daemon.config.http, key="http.token_file") if daemon else "")
+                found[url] = BlockingClient(timeout_s=CALL_S, timeout_key="a limit of this command", token=token)
     except BridgeError as error:
         fail(error)
+    return found
 
 
-def _targets_of(given: str, token: str, *, nodes_only: bool) -> Iterator[Target]:
-    if given.startswith(("http://", "https://")):
-        yield Target(given.rstrip("/"), token)
-        return
-    if not (folder := Path(given)).is_dir():
-        raise ConfigError(f"'{given}' is neither a URL that begins with http:// or https:// nor a directory")
-    if (endpoint := read_endpoint(folder)) is not None:
-        yield Target(endpoint.http_url, token)
-        return
-    for daemon in read_cluster(folder):
-        if not (nodes_only and daemon.role is DaemonRole.BOOTSTRAP):
-            yield Target(daemon.url, token or read_token(daemon.config.http, key="http.token_file"))
-
-
-def _ask_all(targets: Sequence[Target], ask: Callable[[Target], FoundT]) -> dict[str, FoundT | BridgeError]:
+def _ask_all(
+    targets: Mapping[str, BlockingClient], ask: Callable[[BlockingClient, str], FoundT]
+) -> dict[str, FoundT | BridgeError]:
     """Ask all daemons, one after another. A daemon that does not answer keeps the others from nothing."""
     found: dict[str, FoundT | BridgeError] = {}
-    for target in targets:
+    for url, calls in targets.items():
         try:
-            found[target.url] = ask(target)
+            found[url] = ask(calls, url)
         except BridgeError as error:
-            found[target.url] = error
+            found[url] = error
     return found
 
 
@@ -209,6 +179,13 @@ def _plain(one: Any) -> Any:  # noqa: ANN401 - documents, and lists of documents
 
 
 # ---------------------------------------------------------------------------------------------- daemons
+
+
+def _status(calls: BlockingClient, url: str) -> DaemonStatus:
+    """Return the status of a daemon of any role."""
+    found = calls.ask(dict[str, Any], "GET", f"{url}/status")
+    kind = DOCUMENTS.get(str(found.get("role")), DaemonStatus)
+    return TypeAdapter(kind).validate_json(json.dumps(found), extra="ignore")
 
 
 def _lines_of(url: str, found: DaemonStatus | BridgeError) -> Iterator[str]:
@@ -305,11 +282,11 @@ def _router_lines(router: RouterStatus) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------- rooms
 
 
-def _all_rooms(target: Target, query: Params) -> list[RoomReport]:
+def _all_rooms(calls: BlockingClient, url: str, query: Params) -> list[RoomReport]:
     found: list[RoomReport] = []
     after: int | None = 0
     while after is not None:
-        page = target.ask(RoomPage, "/v1/requests", query | {"after": after})
+        page = calls.ask(RoomPage, "GET", f"{url}/v1/requests", params=query | {"after": after})
         found += page.rooms
         after = page.next
     return found
@@ -341,9 +318,10 @@ def _waits(one: RoomReport) -> str:
     return f"{one.waits_for}{limit}" if one.waits_for else "-"
 
 
-def _room(target: Target, number: int) -> tuple[RoomReport, RoomTimeline]:
-    report = target.ask(RoomReport, f"/v1/requests/{number}")
-    return report, target.ask(RoomTimeline, f"/v1/requests/{number}/timeline", {"generation": report.generation})
+def _room(calls: BlockingClient, url: str, number: int) -> tuple[RoomReport, RoomTimeline]:
+    path = f"{url}/v1/requests/{number}"
+    report = calls.ask(RoomReport, "GET", path)
+    return report, calls.ask(RoomTimeline, "GET", f"{path}/timeline", params={"generation": report.generation})
 
 
 def _story(report: RoomReport, timeline: RoomTimeline) -> str:

@@ -13,70 +13,34 @@ from kvbridge.cli.signals import EXIT_INTERRUPTED, interrupts_raise
 from kvbridge.core.process import UNUSED_BY_DAEMONS, importing
 
 COMMANDS = {
-    "init": (
-        "kvbridge.cli.init:init",
-        "Write configurations for bootstrap, a prefill and a decode node that run together as they are.",
-    ),
-    "up": (
-        "kvbridge.cli.up:up",
-        "Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.",
-    ),
-    "wait": (
-        "kvbridge.cli.up:wait",
-        "Wait until daemons are ready: all that are named, or the cluster of a directory.",
-    ),
-    "status": (
-        "kvbridge.cli.look:status",
-        "Show whether daemons are ready, and what keeps them busy or from it.",
-    ),
-    "rooms": (
-        "kvbridge.cli.look:rooms",
-        "List the rooms of nodes, the oldest first: what each one waits for, and who has to act.",
-    ),
-    "room": (
-        "kvbridge.cli.look:room",
-        "Show one room as each node sees it: its report, and its events in their order.",
-    ),
-    "prefill": (
-        "kvbridge.cli.daemons:prefill",
-        "Run a prefill daemon: it holds the pages that an engine computes, and sends them to decode nodes.",
-    ),
-    "decode": (
-        "kvbridge.cli.daemons:decode",
-        "Run a decode daemon: it holds the pages that prefill nodes write, and an engine claims them.",
-    ),
-    "bootstrap": (
-        "kvbridge.cli.daemons:bootstrap",
-        "Run bootstrap: the directory of instances, and the pairing of requests.",
-    ),
-    "router": (
-        "kvbridge.cli.daemons:router",
-        "Run a router: OpenAI's completions and chat in front of prefill and decode servers.",
-    ),
-    "fit": (
-        "kvbridge.cli.fit:fit",
-        "Print the cost of requests of some lengths on a decode node, and how many of each fit at once.",
-    ),
-    "demo": (
-        "kvbridge.demo.run:demo",
-        "Prefill in one process, decode in another, and compare every logit.",
-    ),
-    "doctor": (
-        "kvbridge.cli.doctor:doctor",
-        "Look for problems of this host and its peers before they break a daemon.",
-    ),
-    "bench-peer": (
-        "kvbridge.cli.bench_peer:bench_peer",
-        "Measure how many bytes a second go from this host to another one, by each transport.",
-    ),
-    "clean": (
-        "kvbridge.cli.doctor:clean",
-        "Remove the files of killed daemons and rank workers from shared memory.",
-    ),
-    "config": ("kvbridge.cli.config:app", "Look at a daemon's configuration."),
-    "keys": ("kvbridge.cli.keys:app", "Make and check keys and tokens."),
+    "init": "Write configurations for bootstrap, a prefill and a decode node that run together as they are.",
+    "up": "Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.",
+    "wait": "Wait until daemons are ready: all that are named, or the cluster of a directory.",
+    "status": "Show whether daemons are ready, and what keeps them busy or from it.",
+    "rooms": "List the rooms of nodes, the oldest first: what each one waits for, and who has to act.",
+    "room": "Show one room as each node sees it: its report, and its events in their order.",
+    "prefill": "Run a prefill daemon: it holds the pages that an engine computes, and sends them to decode nodes.",
+    "decode": "Run a decode daemon: it holds the pages that prefill nodes write, and an engine claims them.",
+    "bootstrap": "Run bootstrap: the directory of instances, and the pairing of requests.",
+    "router": "Run a router: OpenAI's completions and chat in front of prefill and decode servers.",
+    "fit": "Print the cost of requests of some lengths on a decode node, and how many of each fit at once.",
+    "demo": "Prefill in one process, decode in another, and compare every logit.",
+    "doctor": "Look for problems of this host and its peers before they break a daemon.",
+    "bench-peer": "Measure how many bytes a second go from this host to another one, by each transport.",
+    "clean": "Remove the files of killed daemons and rank workers from shared memory.",
+    "config": "Look at a daemon's configuration.",
+    "keys": "Make and check keys and tokens.",
 }
-"""The place of each command, and the first line of its help."""
+"""The first line of each command's help."""
+DAEMONS = "cli.daemons"
+MODULES = {
+    **dict.fromkeys(("prefill", "decode", "bootstrap", "router"), DAEMONS),
+    **dict.fromkeys(("status", "rooms", "room"), "cli.look"),
+    "wait": "cli.up",
+    "clean": "cli.doctor",
+    "demo": "demo.run",
+}
+"""The module of each command that is not in a module of its own name."""
 
 
 class Commands(TyperGroup):
@@ -85,8 +49,7 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own types
         """See TyperGroup."""
         name, listed, rest = super().resolve_command(ctx, args)
-        is_daemon = name in COMMANDS and COMMANDS[name][0].startswith("kvbridge.cli.daemons:")
-        with importing(*(UNUSED_BY_DAEMONS if is_daemon else ())):
+        with importing(*(UNUSED_BY_DAEMONS if MODULES.get(name) == DAEMONS else ())):
             command = load_command(name) if name in COMMANDS else listed
         interrupts_raise()
         return name, command, rest
@@ -111,12 +74,11 @@ app = typer.Typer(
 
 def load_command(name: str) -> Any:  # noqa: ANN401 - typer's own types
     """Import a command of `COMMANDS`."""
-    module, _, attribute = COMMANDS[name][0].partition(":")
-    found = getattr(import_module(module), attribute)
-    if not isinstance(found, typer.Typer):
-        single = typer.Typer(add_completion=False)
-        single.command(name)(found)
-        found = single
+    own = name.replace("-", "_")
+    module = import_module(f"kvbridge.{MODULES.get(name, f'cli.{own}')}")
+    if (found := getattr(module, "app", None)) is None:
+        found = typer.Typer(add_completion=False)
+        found.command(name)(getattr(module, own))
     return typer.main.get_command(found)
 
 
@@ -124,7 +86,7 @@ def _listed() -> None:
     """Stand in for a command that is not imported yet."""
 
 
-for _name, (_place, _help) in COMMANDS.items():
+for _name, _help in COMMANDS.items():
     app.command(_name, help=_help)(_listed)
 
 

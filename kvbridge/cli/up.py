@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -123,6 +123,21 @@ def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
     return found
 
 
+def named_daemons(target: str) -> Iterator[tuple[str, ConfiguredDaemon | None]]:
+    """Yield the URLs that a URL, a runtime directory or the directory of a cluster stands for. Raises ConfigError."""
+    folder = Path(target)
+    if target.startswith(("http://", "https://")):
+        yield target.rstrip("/"), None
+    elif "://" in target:
+        raise ConfigError(f"'{target}' is neither a URL that begins with http:// or https:// nor a directory")
+    elif not folder.is_dir() and ":" in target and re.fullmatch(SERVER_URL, f"http://{target}"):
+        raise ConfigError(f"'{target}' is no directory; did you mean http://{target}?")
+    elif folder.is_dir() and (endpoint := read_endpoint(folder)) is not None:
+        yield endpoint.http_url, None
+    else:
+        yield from ((daemon.url, daemon) for daemon in read_cluster(folder))
+
+
 def wait(
     targets: Annotated[
         list[str], typer.Argument(metavar="URL|DIR...", help="Daemons, as http://127.0.0.1:7900; or the DIR of `up`.")
@@ -137,7 +152,7 @@ def wait(
     2: wrong arguments.
     """
     try:
-        waiting = [url for target in targets for url in _urls(target)]
+        waiting = [url for target in targets for url, _ in named_daemons(target)]
     except BridgeError as error:
         fail(error)
     calls = BlockingClient(timeout_s=WAIT_CALL_S, timeout_key="a limit of this command")
@@ -162,16 +177,6 @@ def why_not_ready(calls: BlockingClient, url: str) -> str:
     except BridgeError as error:
         return str(error)
     return "" if found.ready else "; ".join(found.reasons) or "it gives no reason"
-
-
-def _urls(target: str) -> list[str]:
-    if target.startswith(("http://", "https://")):
-        return [target.rstrip("/")]
-    if not Path(target).is_dir() and re.fullmatch(SERVER_URL, f"http://{target}") and ":" in target:
-        raise ConfigError(f"'{target}' is no directory; did you mean http://{target}?")
-    if "://" in target:
-        raise ConfigError(f"'{target}' is neither a URL that begins with http:// or https:// nor a directory")
-    return [daemon.url for daemon in read_cluster(Path(target))]
 
 
 def up(

@@ -68,7 +68,7 @@ def test_a_room_while_it_waits_and_after_its_end(live: LiveCluster) -> None:
     [
         (("room", "77777777"), 1, "is not known to this prefill daemon"),
         (("rooms", "--state", "asleep"), 2, "'asleep' is not one of"),
-        (("status", "nowhere"), 2, "'nowhere' is neither a URL"),
+        (("status", "nowhere"), 2, "nowhere is no directory"),
         (("status", "--token-file", "/nowhere/token"), 2, "cannot read /nowhere/token"),
     ],
 )
