@@ -136,7 +136,7 @@ class Directory:
                 f"({str(error) or f'limit: {self._probe_s:g} s'}): its name is free after directory.expire_after_s of silence"
             ) from error
         raise ConflictError(
-            f"{where}, and answers there: two processes use one name; end one of them or give it another `node`"
+            f"{where}, and answers there: two processes use one name; end one, or give it another `node`"
         )
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:

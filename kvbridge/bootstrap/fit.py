@@ -108,11 +108,8 @@ class Ranking:
 
     def judged(self, ticket: Ticket) -> Iterator[PrefixGuessed]:
         """Return how the guesses turned out, by what both ends say."""
-        ends = (
-            (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
-            (Role.DECODE, ticket.decode, ticket.prefix_tokens),
-        )
-        for role, end, held_tokens in ends:
+        held = {Role.PREFILL: ticket.computed_tokens, Role.DECODE: ticket.prefix_tokens}
+        for (role, held_tokens), end in zip(held.items(), (ticket.prefill, ticket.decode), strict=True):
             of_role = (instance.name for instance in self._instances if instance.first.role is role)
             yield PrefixGuessed(role=role.value, guess=judge(end.instance, held_tokens, self._guessed, of_role).value)
 
@@ -148,10 +145,8 @@ def demand(registration: NodeRegistration, request: PairRequest) -> Pages:
 def _share_left(record: NodeRecord, needed: Pages) -> float:
     """Return the share of the scarcest pool that would be left. Pools that the node does not report set no limit."""
     totals = record.beat.load.total_pages
-    shares = (
-        (record.free_pages(space) - count) / totals[space] for space, count in needed.items() if totals.get(space)
-    )
-    return min(shares, default=1.0)
+    limited = ((space, count) for space, count in needed.items() if totals.get(space))
+    return min(((record.free_pages(space) - count) / totals[space] for space, count in limited), default=1.0)
 
 
 def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) -> list[Instance]:

@@ -247,9 +247,7 @@ def mismatch(ours: Instance, others: Sequence[Instance]) -> BridgeError:
             f"'{others[0].name}' (peer) the first difference is: {difference}; give both the same model and encoding"
         )
     pairs = [(ours, one) if ours.first.role is Role.PREFILL else (one, ours) for one in of_model]
-    conflicts = [
-        identity_conflict(prefill.first.model_identity, decode.first.model_identity) for prefill, decode in pairs
-    ]
+    conflicts = [identity_conflict(*(one.first.model_identity for one in pair)) for pair in pairs]
     if all(conflicts):
         return FingerprintMismatchError(f"no {role} instance holds the weights of {name}: {conflicts[0]}")
     modes = modes_text(*(one.first for one in of_model))
@@ -299,9 +297,7 @@ def check_registration(registration: NodeRegistration) -> None:
             raise InvalidInputError(f"{who}: component '{kind}' cannot live in its host pool")
     modes, control = set(registration.meets_by), registration.control
     if registration.role is Role.PREFILL and control and (modes == {ControlMode.CURVE}) != bool(control.public_key):
-        raise InvalidInputError(
-            f"{who} meets others by {modes_text(registration)}, which its control address contradicts"
-        )
+        raise InvalidInputError(f"{who} meets others by {modes_text(registration)}, and its control address differs")
     try:
         stage_layers(registration.geometry.layer_count, registration.pp_size, 0, registration.stage_boundaries)
     except InvalidInputError as error:
@@ -311,9 +307,7 @@ def check_registration(registration: NodeRegistration) -> None:
     seen: set[Rank] = set()
     for rank in registration.ranks:
         if rank.pp >= registration.pp_size or rank.tp >= registration.tp_size:
-            raise InvalidInputError(
-                f"{who}: rank {rank} does not exist in {registration.pp_size} stages x {registration.tp_size}"
-            )
+            raise InvalidInputError(f"{who}: no rank {rank} in {registration.pp_size} stages x {registration.tp_size}")
         if rank in seen:
             raise InvalidInputError(f"{who}: rank {rank} is listed twice")
         seen.add(rank)

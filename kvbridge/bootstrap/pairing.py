@@ -209,9 +209,7 @@ class PairingService:
             if isinstance(claim, Claim):
                 return claim
             if wanted is not None:
-                raise ConflictError(
-                    f"room {room} is in use (paired {claim.age_s:.0f} s ago): draw another id, or cancel it first"
-                )
+                raise ConflictError(f"room {room} is in use since {claim.age_s:.0f} s: draw another id, or cancel it")
         raise IntegrityError(f"{DRAWS} random room ids in a row were in use")
 
     async def _give_up(self, attempt: _Attempt) -> None:
@@ -278,9 +276,8 @@ class PairingService:
                         reports.append(await self._admit(url, self._admission(attempt, pair, instance)))
                     except TRY_ANOTHER as error:
                         attempt.refusals[instance.name] = error
-                        log.warning(
-                            "reservation_refused", room=attempt.room, peer_instance=instance.name, reason=str(error)
-                        )
+                        told = {"room": attempt.room, "peer_instance": instance.name}
+                        log.warning("reservation_refused", **told, reason=str(error))
                         return None
             ticket = Ticket(
                 room=attempt.room,
@@ -409,6 +406,5 @@ async def _finish(work: Awaitable[object]) -> None:
 def _pair_report(ticket: Ticket, prefill: tuple[EndReport, ...], decode: tuple[EndReport, ...]) -> PairReport:
     answered = [end.report for end in (*decode, *prefill) if end.report is not None]
     state = answered[0].state if answered else RoomState.ADMITTED
-    return PairReport(
-        room=ticket.room, generation=ticket.generation, state=state, ticket=ticket, prefill=prefill, decode=decode
-    )
+    room = {"room": ticket.room, "generation": ticket.generation, "state": state}
+    return PairReport(**room, ticket=ticket, prefill=prefill, decode=decode)

@@ -36,7 +36,7 @@ from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.requests import RequestClient, RequestServer
-from kvbridge.core.addresses import TcpAddress, is_loopback, parse_tcp
+from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.errors import BridgeError
 from kvbridge.daemon.links import curve_keys
 from kvbridge.doctor.bench import MIB, SIZES_BYTES, Effort, Lender, Measured, Trial, make_buffer
@@ -104,17 +104,17 @@ def bench_peer(options: BenchOptions) -> None:
 
     Exit codes: 0: every transport moved every byte; 1: one did not; 2: wrong usage.
     """
-    address = parse_address(options.address)
-    if address is None or (options.config is None) != (options.role is None):
+    host = _host_of(options.address)
+    if not host or (options.config is None) != (options.role is None):
         typer.echo("kvbridge bench-peer: HOST:PORT is needed, and --config and --role belong together", err=True)
         raise typer.Exit(EXIT_CONFIG)
     try:
-        settings, keys, names = _loaded(options, address.host)
+        settings, keys, names = _loaded(options, host)
         if options.listen:
             asyncio.run(_listen(options, settings, keys))
             code = 0
         else:
-            code = _measure(options, address.host, settings, keys, names)
+            code = _measure(options, settings, keys, names)
     except BridgeError as error:
         fail(error, EXIT_CONFIG if options.listen else EXIT_FAILED)
     sys.stdout.flush()
@@ -122,12 +122,13 @@ def bench_peer(options: BenchOptions) -> None:
     os._exit(code)  # at once: some transfer libraries crash in their own exit handlers
 
 
-def parse_address(address: str) -> TcpAddress | None:
-    """Return the parts of HOST:PORT, None for anything else."""
+def _host_of(address: str) -> str:
+    """Return the host of HOST:PORT, empty for anything else."""
     try:
-        return parse_tcp(f"tcp://{address}")
+        found = parse_tcp(f"tcp://{address}")
     except BridgeError:
-        return None
+        return ""
+    return found.host if found else ""
 
 
 def _loaded(options: BenchOptions, peer: str) -> tuple[TransportSettings, CurveKeys | None, list[TransportName]]:
@@ -169,9 +170,7 @@ async def _listen(options: BenchOptions, settings: TransportSettings, keys: Curv
             typer.echo(json.dumps({"address": address}))
         else:
             key = f" --server-key {shlex.quote(keys.public)}" if keys else ""
-            typer.echo(
-                f"listening on {address}; on the other host: kvbridge bench-peer {address}{key}. Ctrl-C ends it."
-            )
+            typer.echo(f"listening on {address}; on the other host: kvbridge bench-peer {address}{key}. Ctrl-C ends")
         sys.stdout.flush()
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -180,15 +179,11 @@ async def _listen(options: BenchOptions, settings: TransportSettings, keys: Curv
 
 
 def _measure(
-    options: BenchOptions,
-    host: str,
-    settings: TransportSettings,
-    keys: CurveKeys | None,
-    names: list[TransportName],
+    options: BenchOptions, settings: TransportSettings, keys: CurveKeys | None, names: list[TransportName]
 ) -> int:
     """Measure by each transport and print it; return the exit code."""
     effort = BRIEF if options.brief else Effort()
-    wire, wire_bytes_per_s = _wire(host, effort.round_bytes)
+    wire, wire_bytes_per_s = _wire(_host_of(options.address), effort.round_bytes)
     measured: list[Measured] = []
     problems: dict[str, str] = {}
     with (

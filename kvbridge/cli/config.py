@@ -22,12 +22,10 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 OptionsT = TypeVar("OptionsT")
 
 EXIT_FAILED = 1
-"""Exit code of a command that failed."""
 EXIT_CONFIG = 2
-"""Exit code of a command with a wrong configuration. Starting again does not help."""
+"""Exit code of a wrong configuration: to start again does not help."""
 EXIT_UNAVAILABLE = 3
-"""Exit code of a daemon whose address, file or directory is missing, held or unfit on this host. Starting again later may
-help."""
+"""Exit code of a daemon whose address, file or directory is missing, held or unfit on this host: to start again later may help."""
 
 app = typer.Typer(name="config", help="Look at a daemon's configuration.", no_args_is_help=True)
 
@@ -98,11 +96,8 @@ def load_or_exit(
         flags = {**(flags or {}), "insecure": True if insecure else None}
         return load_config(kind, file=file, overrides=overrides or (), flags=flags, roles=ROLES)
     except ConfigError as error:
-        unnamed = file is None and not overrides and MISSING_KEY in str(error)
-        hint = (
-            "\n  no file was named: --config FILE; `kvbridge init DIR` writes files that can be run" if unnamed else ""
-        )
-        fail(ConfigError(f"{error}{hint}"))
+        hint = "\n  no file was named: --config FILE; `kvbridge init DIR` writes files that can be run"
+        fail(ConfigError(f"{error}{hint}") if file is None and not overrides and MISSING_KEY in str(error) else error)
 
 
 def aligned(rows: Iterable[Sequence[str]], right: Sequence[int] | None = None) -> str:
@@ -143,11 +138,6 @@ def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None
         return command
 
     return decorate
-
-
-@app.callback()
-def group() -> None:
-    """Look at a daemon's configuration."""
 
 
 @app.command()

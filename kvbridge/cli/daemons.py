@@ -46,9 +46,7 @@ class NodeOptions:
     config: FileOption = None
     overrides: SetOption = None
     insecure: InsecureOption = False
-    parent: Annotated[int | None, typer.Option("--parent", hidden=True, help="End with this process, the parent.")] = (
-        None
-    )
+    parent: Annotated[int | None, typer.Option("--parent", hidden=True, help="End with this process.")] = None
 
     def load(self, role: str, kind: type[NodeConfigT]) -> NodeConfigT:
         """Load the configuration of the node, and have the process end with its parent."""
@@ -59,11 +57,7 @@ class NodeOptions:
         if loaded.pools.memory is MemoryOwner.OWNED and not any(map(is_installed, order)):
             # Of adopted memory the engine's process moves the bytes.
             names = ", ".join(order)
-            fail(
-                ConfigError(
-                    f"transports.order is {names}, and the library of none of them is installed; {WITH_LIBRARIES}"
-                )
-            )
+            fail(ConfigError(f"transports.order is {names}, and none of them is installed; {WITH_LIBRARIES}"))
         _logs(role, loaded.telemetry, instance=loaded.instance, node=loaded.node)
         return loaded
 
@@ -116,27 +110,19 @@ class RouterOptions:
     ] = None
     bootstrap: Annotated[
         str | None,
-        typer.Option(
-            "--bootstrap",
-            metavar="URL",
-            help="Take the servers from this directory, by the engine_url of its nodes.",
-        ),
+        typer.Option(metavar="URL", help="Take the servers from this directory, by the engine_url of its nodes."),
     ] = None
     order: Annotated[
         DispatchOrder | None,
         typer.Option(
-            "--order",
-            help="Send a request to both servers at once (paired, the default), or to decode with the answer of prefill (plain).",
+            help="paired (the default): send a request to both at once; plain: to decode with prefill's answer."
         ),
     ] = None
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")] = None
-    port: Annotated[
-        int | None, typer.Option("--port", help="Port to listen on; 0 takes a free one. Default: 7903.")
-    ] = None
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. Default: 7903.")] = None
     limit: Annotated[int | None, typer.Option("--limit", help="Requests under way at once. Default: 1024.")] = None
     token_file: Annotated[
-        str | None,
-        typer.Option("--token-file", help="File of bearer tokens, one a line: callers must show one of them."),
+        str | None, typer.Option(help="File of bearer tokens, one a line: callers must show one of them.")
     ] = None
     config: FileOption = None
     overrides: SetOption = None
@@ -160,9 +146,8 @@ class RouterOptions:
 @with_options(RouterOptions)
 def router(options: RouterOptions) -> None:
     """Run a router: OpenAI's completions and chat in front of prefill and decode servers."""
-    loaded = load_or_exit(
-        RouterConfig, options.config, options.overrides, insecure=options.insecure, flags=options.flags
-    )
+    flags, insecure = options.flags, options.insecure
+    loaded = load_or_exit(RouterConfig, options.config, options.overrides, insecure=insecure, flags=flags)
     _logs("router", loaded.telemetry)
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.daemon.router import RouterDaemon  # noqa: PLC0415 - a process has one role

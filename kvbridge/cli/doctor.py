@@ -133,9 +133,8 @@ def _asking(config: Config, peer_key: str) -> Asking:
 def _json(needs: Needs, findings: list[Finding]) -> str:
     counts = {level.value: sum(finding.level is level for finding in findings) for level in Level}
     head = {"version": __version__, "host": socket.gethostname(), "role": needs.role, "name": needs.name}
-    return json.dumps(
-        head | {"counts": counts, "findings": [each.model_dump(mode="json") for each in findings]}, indent=1
-    )
+    shown = [each.model_dump(mode="json") for each in findings]
+    return json.dumps(head | {"counts": counts, "findings": shown}, indent=1)
 
 
 def _text(needs: Needs, running: str, findings: list[Finding]) -> str:

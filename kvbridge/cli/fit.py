@@ -119,9 +119,8 @@ def _fullest(config: DecodeConfig, layout: NodeLayout, whole: DecodePlan) -> tup
         for rank, part in layout.parts.items()
     }
     one_page = whole.geometry.tokens_per_page
-    return max(
-        plans.items(), key=lambda each: request_cost(each[1], prompt_tokens=one_page, max_new_tokens=0).device_bytes
-    )
+    cost = {rank: request_cost(plan, prompt_tokens=one_page, max_new_tokens=0) for rank, plan in plans.items()}
+    return max(plans.items(), key=lambda each: cost[each[0]].device_bytes)
 
 
 def _pools(rank: Rank, plan: DecodePlan, layout: NodeLayout) -> Iterator[tuple[str, ...]]:
@@ -258,9 +257,8 @@ def fit_trace(geometry: ModelGeometry, path: Path, pools: str) -> str:
     growing = [component for component in geometry.components if component.liveness is Liveness.GROWING]
     page_bytes = sum(component.page_bytes() * len(component.layers) for component in growing)
     page_tokens = geometry.tokens_per_page
-    identity = PrefixIdentity(
-        model=geometry.name, revision="", fingerprint=fingerprint(geometry), tokens_per_page=page_tokens
-    )
+    shared = {"fingerprint": fingerprint(geometry), "tokens_per_page": page_tokens}
+    identity = PrefixIdentity(model=geometry.name, revision="", **shared)
     prompts = [
         (request.timestamp / 1000, page_keys(identity, prompt_tokens(request, number)))
         for number, request in enumerate(requests)

@@ -104,20 +104,16 @@ class InitialCluster:
             if role is DaemonRole.PREFILL:
                 control["bind"] = f"tcp://{_in_url(host)}:{CONTROL_PORT}"
         if keys is not None:
-            control["curve"] = {
-                "secret_key_file": keys / f"{role}-0.key",
-                "allowed_keys_file": keys / f"{role}-allowed-keys",
-            }
+            files = {"secret_key_file": keys / f"{role}-0.key", "allowed_keys_file": keys / f"{role}-allowed-keys"}
+            control["curve"] = files
             settings["bootstrap"]["token_file"] = keys / "bootstrap.token"
         return settings | ({"control": control} if control else {})
 
     def _pools(self, role: DaemonRole) -> Section:
         geometry = load_geometry(self.model)
         spaces = {component.space for component in geometry.components}
-        device, on_host = (
-            {space.value: pages for space, pages in PAGES.items() if space in spaces},
-            PAGES[IndexSpace.FULL],
-        )
+        device = {space.value: pages for space, pages in PAGES.items() if space in spaces}
+        on_host = PAGES[IndexSpace.FULL]
         sparse = [each.kind for each in geometry.components if each.kind is ComponentKind.C4_KV and each.host_capable]
         while True:
             host: Section = {"components": sparse, **({"pages": on_host} if sparse else {})}
@@ -254,7 +250,7 @@ def _tell(folder: Path, cluster: InitialCluster) -> None:
         typer.echo(f"these need Mooncake, which is not installed ({WITH_LIBRARIES}); or init with --one-host")
     if any(not is_loopback(host) for host in cluster.hosts.values()):
         typer.echo(
-            f"copy {folder} to each machine, without the secret keys (*.key) of others, and start the machine's role there:"
+            f"copy {folder} to each machine, without the secret keys (*.key) of others, and start its role there:"
         )
         typer.echo(f"  kvbridge ROLE --config {folder}/ROLE.yaml")
     else:

@@ -67,9 +67,7 @@ A prefill node's public key needs no list: bootstrap hands it out with each requ
 
 
 @app.command()
-def token(
-    file: Annotated[Path, typer.Argument(help="File for the token.")],
-) -> None:
+def token(file: Annotated[Path, typer.Argument(help="File for the token.")]) -> None:
     """Make a bearer token for the HTTP APIs. Never overwrites a file, and does not print the token."""
     try:
         write_secret(secrets.token_urlsafe(TOKEN_BYTES), file)

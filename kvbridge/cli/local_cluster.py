@@ -54,9 +54,8 @@ class DaemonProcess(ChildProcess):
 
     def endpoint(self, timeout_s: float = START_S) -> DaemonEndpoint:
         """Wait until its HTTP API answers, and return its endpoints. Raises PeerError when it ends, DeadlineError."""
-        return wait_for(
-            f"endpoint of {self.name}", lambda: read_endpoint(self.runtime_dir), timeout_s=timeout_s, watched=[self]
-        )
+        found = lambda: read_endpoint(self.runtime_dir)  # noqa: E731 - one line, used once
+        return wait_for(f"endpoint of {self.name}", found, timeout_s=timeout_s, watched=[self])
 
     @property
     def url(self) -> str:

@@ -74,9 +74,7 @@ class RoomsOptions:
     """The options of `kvbridge rooms`."""
 
     targets: TargetsArgument
-    state: Annotated[
-        list[RoomState] | None, typer.Option("--state", help="Only rooms in this state. May be repeated.")
-    ] = None
+    state: Annotated[list[RoomState] | None, typer.Option(help="Only rooms in this state. May be repeated.")] = None
     peer: Annotated[str, typer.Option("--peer", metavar="INSTANCE[/NODE]", help="Only rooms with this node.")] = ""
     client: Annotated[str | None, typer.Option("--client", help="Only rooms of this client.")] = None
     ended: Annotated[bool, typer.Option("--ended", help="Rooms that have ended, too.")] = False
@@ -99,13 +97,8 @@ def rooms(options: RoomsOptions) -> None:
     if options.as_json:
         _print_json(found)
     else:
-        blocks = [
-            f"{url}: {one}"
-            if isinstance(one, BridgeError)
-            else f"{url}: {len(one)} {'room' if len(one) == 1 else 'rooms'}\n{_rooms_table(one)}".rstrip()
-            for url, one in found.items()
-        ]
-        typer.echo("\n\n".join(blocks))
+        told = {url: one if isinstance(one, BridgeError) else _rooms_table(one) for url, one in found.items()}
+        typer.echo("\n\n".join(f"{url}: {one}" for url, one in told.items()))
     _fail_if_silent(found)
 
 
@@ -125,9 +118,8 @@ def room(
     if as_json:
         _print_json(found)
     else:
-        typer.echo(
-            "\n\n".join(f"{url}: {one if isinstance(one, BridgeError) else _story(*one)}" for url, one in found.items())
-        )
+        told = {url: one if isinstance(one, BridgeError) else _story(*one) for url, one in found.items()}
+        typer.echo("\n\n".join(f"{url}: {one}" for url, one in told.items()))
     if not known:
         raise typer.Exit(EXIT_FAILED)
     _fail_if_silent(known)
@@ -192,11 +184,9 @@ def _lines_of(url: str, found: DaemonStatus | BridgeError) -> Iterator[str]:
     if isinstance(found, BridgeError):
         yield f"{url}: {found}"
         return
-    name = (
-        f"{found.role} {found.instance}/{found.node}" if isinstance(found, NodeStatus) else getattr(found, "role", "")
-    )
+    node = f" {found.instance}/{found.node}" if isinstance(found, NodeStatus) else ""
     state = "ready" if found.ready.ready else "NOT READY"
-    yield f"{url}: {name}: {state}, up {_span(found.at - found.started_at)}, kvbridge {found.version}"
+    yield f"{url}: {getattr(found, 'role', '')}{node}: {state}, up {_span(found.at - found.started_at)}, kvbridge {found.version}"
     yield from (f"  ! {reason}" for reason in found.ready.reasons)
     if isinstance(found, NodeStatus):
         yield from _node_lines(found)
@@ -240,11 +230,8 @@ def _node_lines(node: NodeStatus) -> Iterator[str]:
 def _pool_rows(node: NodeStatus) -> Iterator[tuple[str, ...]]:
     for space, counts in node.pools.items():
         available = node.available_pages.get(space, 0)
-        yield (
-            space,
-            *(f"{counts.get(state, 0):,}" for state in PageState),
-            f"{available:,} of {sum(counts.values()):,}",
-        )
+        states = (f"{counts.get(state, 0):,}" for state in PageState)
+        yield space, *states, f"{available:,} of {sum(counts.values()):,}"
 
 
 def _peer(peer: Any, node: NodeStatus) -> str:  # noqa: ANN401 - one of two documents
@@ -293,8 +280,9 @@ def _all_rooms(calls: BlockingClient, url: str, query: Params) -> list[RoomRepor
 
 
 def _rooms_table(found: Sequence[RoomReport]) -> str:
+    count = f"{len(found)} {'room' if len(found) == 1 else 'rooms'}"
     if not found:
-        return ""
+        return count
     head = ("room", "state", "age", "tokens", "client", "peers", "waits for, or why it ended")
     rows = [
         (
@@ -308,7 +296,7 @@ def _rooms_table(found: Sequence[RoomReport]) -> str:
         )
         for one in found
     ]
-    return "\n".join(_indented([head, *rows], right=(2, 3)))
+    return "\n".join([count, *_indented([head, *rows], right=(2, 3))])
 
 
 def _waits(one: RoomReport) -> str:
@@ -336,14 +324,10 @@ def _story(report: RoomReport, timeline: RoomTimeline) -> str:
     lines += [f"  waits for {_waits(report)}"] if report.waits_for else []
     lines += [f"  ! {report.reason_code}: {report.reason}"] if report.reason_code else []
     lines += [f"  ! quarantine: {report.quarantine}"] if report.quarantine else []
-    events = [
-        (
-            f"{entry.after_s * 1000:,.1f} ms",
-            entry.what,
-            "; ".join(f"{key} {value}" for key, value in entry.details.items()),
-        )
-        for entry in timeline.entries
-    ]
+    events = []
+    for entry in timeline.entries:
+        details = "; ".join(f"{key} {value}" for key, value in entry.details.items())
+        events.append((f"{entry.after_s * 1000:,.1f} ms", entry.what, details))
     return "\n".join([*lines, *_indented(events, right=(0,))])
 
 

@@ -63,13 +63,7 @@ class Commands(TyperGroup):
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-app = typer.Typer(
-    name="kvbridge",
-    cls=Commands,
-    no_args_is_help=True,
-    invoke_without_command=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, invoke_without_command=True, pretty_exceptions_enable=False)
 
 
 def load_command(name: str) -> Any:  # noqa: ANN401 - typer's own types
@@ -91,9 +85,7 @@ for _name, _help in COMMANDS.items():
 
 
 @app.callback()
-def root(
-    show_version: Annotated[bool, typer.Option("--version", help="Print the release and exit.")] = False,
-) -> None:
+def root(show_version: Annotated[bool, typer.Option("--version", help="Print the release.")] = False) -> None:
     """Moves a request's KV cache from the machine that computed its prompt to the machine that generates its answer."""
     if show_version:
         typer.echo(__version__)

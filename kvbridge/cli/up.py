@@ -179,9 +179,7 @@ def why_not_ready(calls: BlockingClient, url: str) -> str:
     return "" if found.ready else "; ".join(found.reasons) or "it gives no reason"
 
 
-def up(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of configurations; logs go to DIR/logs.")],
-) -> None:
+def up(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Its *.yaml are run; logs go to DIR/logs.")]) -> None:
     """Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.
 
     Runs ROLE.yaml and any ROLE-NAME.yaml, and shows their logs. Says when there is
@@ -355,9 +353,8 @@ def shared_directories(daemons: Sequence[ConfiguredDaemon]) -> list[Path]:
 def next_steps(daemons: Sequence[ConfiguredDaemon]) -> str:
     """Return commands that move a request through the first pair, for another terminal."""
     bootstrap = daemons[0]
-    prefill, decode = (
-        next(each.config for each in daemons if isinstance(each.config, kind)) for kind in (PrefillConfig, DecodeConfig)
-    )
+    prefill = next(each.config for each in daemons if isinstance(each.config, PrefillConfig))
+    decode = next(each.config for each in daemons if isinstance(each.config, DecodeConfig))
     token = bootstrap.config.http.token_file
     shown = f' -H "authorization: Bearer $(head -n 1 {token})"' if token else ""
     body = '{"prompt_tokens": 1000, "max_new_tokens": 64}'

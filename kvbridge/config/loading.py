@@ -307,9 +307,8 @@ def _is_secret(sections: _Sections) -> bool:
     if any(_SOUNDS_SECRET.search(key) and not _COUNTS_TOKENS.search(key) for key, _ in sections):
         return True
     fields = [section.model_fields.get(key) for key, section in sections if section is not None]
-    return any(
-        field is not None and SecretStr in (field.annotation, *typing.get_args(field.annotation)) for field in fields
-    )
+    types = (field.annotation for field in fields if field is not None)
+    return any(SecretStr in (annotation, *typing.get_args(annotation)) for annotation in types)
 
 
 def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:

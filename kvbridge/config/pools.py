@@ -89,7 +89,7 @@ class ParallelismConfig(FrozenModel):
         if self.stage_boundaries:
             if len(self.stage_boundaries) != self.pp_size - 1:
                 raise ValueError(
-                    f"stage_boundaries needs pp_size - 1 = {self.pp_size - 1} entries, got {len(self.stage_boundaries)}"
+                    f"stage_boundaries needs {self.pp_size - 1} entries (pp_size - 1), got {len(self.stage_boundaries)}"
                 )
             if list(self.stage_boundaries) != sorted(set(self.stage_boundaries)):
                 raise ValueError(f"stage_boundaries must ascend, got {list(self.stage_boundaries)}")
@@ -233,6 +233,6 @@ class DecodePools(PrefillPools):
     def _check_host(self) -> Self:
         if self.host.memory is MemoryOwner.ADOPTED and self.memory is not MemoryOwner.ADOPTED:
             raise ValueError(
-                "host.memory is adopted and memory is owned: an engine brings host memory beside its device memory"
+                "host.memory is adopted and memory is owned: an engine brings host memory beside device memory"
             )
         return self

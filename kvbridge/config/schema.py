@@ -159,7 +159,7 @@ class DecodeConfig(DaemonConfig):
             )
         if len(self.pools.host.components) != 1:
             raise ValueError(
-                "sparse is set, so pools.host.components must name the one component that is decoded sparsely"
+                "sparse is set, so pools.host.components must name one component, which is decoded sparsely"
             )
         slots = self.pools.device.request
         if slots > self.sparse.max_requests:
@@ -328,9 +328,7 @@ class RouterConfig(FrozenModel):
     def _are_servers(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             if not _SERVER.fullmatch(url):
-                raise ValueError(
-                    f"'{url}' is no server: expected http://HOST:PORT or https://HOST:PORT, without a path"
-                )
+                raise ValueError(f"'{url}' is no server: expected http://HOST:PORT or https://HOST:PORT and no path")
         return tuple(dict.fromkeys(url.rstrip("/") for url in urls))
 
     @model_validator(mode="after")

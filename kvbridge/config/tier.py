@@ -215,6 +215,6 @@ class TierConfig(FrozenModel):
                 raise ValueError(f"{key} is set but nothing is cached: set enabled to true, or {key} to null")
         if self.store is not None and self.host is None:
             raise ValueError(
-                "store is set but host is not: pages from a store come to host memory first; set host, or store to null"
+                "store is set but host is not: its pages come to host memory first; set host, or store to null"
             )
         return self

@@ -136,7 +136,7 @@ class Lender(Closing):
         now_s = self._clock()
         if self._trial not in {"", question.trial} and now_s - self._heard_s < IDLE_S:
             raise CapacityError(
-                f"another trial is under way; try again when it has ended, or {IDLE_S:g} s after its last word"
+                f"another trial is under way; try again when it ends, or {IDLE_S:g} s after its last word"
             )
         self._trial, self._heard_s = question.trial, now_s
         length_bytes, own_bytes = question.length_bytes, self._buffer.length_bytes
@@ -224,7 +224,7 @@ class Trial:
         took_s = self._move(self._operations(places, size_bytes))
         if self._ask("checksum", length_bytes=used).checksum != crc32c.crc32c(expected.reshape(-1).data):
             raise DigestMismatchError(
-                f"{self.name} reported {count} operations of {size_bytes} bytes as done, and other bytes are there"
+                f"{self.name} reported {count} operations of {size_bytes} B as done, and other bytes arrived"
             )
         return took_s
 
@@ -263,9 +263,7 @@ class Trial:
         try:
             answer = Answer.model_validate_json(self.client.ask(question.model_dump_json().encode()), extra="ignore")
         except ValidationError as error:
-            raise PeerError(
-                f"the other side answers something else: is it `kvbridge bench-peer --listen`? ({error})"
-            ) from error
+            raise PeerError(f"the other side answers something else: is it bench-peer --listen? ({error})") from error
         if answer.error:
             raise PeerError(f"the other side: {answer.error}")
         return answer

@@ -288,9 +288,8 @@ def check_gpus(machine: Machine, needs: Needs) -> Iterator[Finding]:
             f"{DRIVER_CURE}; {CHECKOUT.format('cuda')}",
         )
     else:
-        yield not_here(
-            "no GPU", "the configuration places no rank on one" if needs.role else "ranks can run on the CPU"
-        )
+        why = "the configuration places no rank on one" if needs.role else "ranks can run on the CPU"
+        yield not_here("no GPU", why)
 
 
 def check_gpu_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:

@@ -86,13 +86,10 @@ def read_interfaces(root: Path = ROOT) -> Iterator[Interface]:
         if path.name == "lo" or not (path / "mtu").exists():
             continue
         speed = read_text(path / "speed")
+        speed_mbit = int(speed) if speed.isdecimal() else 0
         found = [ipaddress.IPv6Address(int(digits, 16)) for digits, *_, name in v6 if name == path.name]
         addresses = [interface_address(path.name), *(str(address) for address in found if not address.is_link_local)]
-        yield Interface(
-            name=path.name,
-            speed_mbit=int(speed) if speed.isdecimal() else 0,
-            addresses=tuple(filter(None, addresses)),
-        )
+        yield Interface(name=path.name, speed_mbit=speed_mbit, addresses=tuple(filter(None, addresses)))
 
 
 def _foreign(host: str) -> bool:

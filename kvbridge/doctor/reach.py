@@ -101,13 +101,8 @@ class Asking:
                     shaken.append(self.shake(name, control, encrypted=encrypted))
         shaken += [self.shake(given, given, encrypted=None) for given in named if given.startswith("tcp://")]
         peers += [self.ready(given, given) for given in named if "://" in given and not given.startswith("tcp://")]
-        return Reach(
-            running=running,
-            node=node,
-            bootstraps=tuple(bootstraps),
-            peers=tuple(peers),
-            handshakes=tuple(shaken),
-        )
+        asked = {"bootstraps": tuple(bootstraps), "peers": tuple(peers), "handshakes": tuple(shaken)}
+        return Reach(running=running, node=node, **asked)
 
     def ready(self, name: str, url: str) -> Answer:
         """Ask an endpoint whether it is ready."""
@@ -145,11 +140,8 @@ class Asking:
             said: dict[str, Any] = response.json()
         except ValueError:
             return "", None
-        if (needs.role, needs.instance, needs.node) != (
-            said.get("role"),
-            said.get("instance", ""),
-            said.get("node", ""),
-        ):
+        found = said.get("role"), said.get("instance", ""), said.get("node", "")
+        if found != (needs.role, needs.instance, needs.node):
             return "", None
         uptime_s = float(said.get("at", 0)) - float(said.get("started_at", 0))
         return f"{needs.name}, up for {uptime_s:.0f} s", self._node(url, response.content) if needs.instance else None
@@ -226,9 +218,8 @@ def check_bootstrap(reach: Reach, needs: Needs) -> Iterator[Finding]:
             )
         else:
             reasons = f", not ready: {'; '.join(answer.reasons)}" if not answer.ready else ""
-            yield fine(
-                f"bootstrap at {answer.url} answers in {answer.took_s * 1e3:.0f} ms{reasons}", subject=answer.url
-            )
+            took = f"{answer.took_s * 1e3:.0f} ms{reasons}"
+            yield fine(f"bootstrap at {answer.url} answers in {took}", subject=answer.url)
     if not reach.bootstraps:
         alone = "whoever picks the two ends of a request admits it on both"
         yield not_here("no bootstrap is configured", "it is bootstrap itself" if needs.role == "bootstrap" else alone)
@@ -280,9 +271,8 @@ def check_control(reach: Reach, needs: Needs) -> Iterator[Finding]:
             yield fine(f"{each.name}: {each.url} is reached, {each.how} ({took})", subject=each.name)
     if not reach.handshakes:
         other_way = "decode nodes connect to prefill nodes, not the other way"
-        yield not_here(
-            "no control socket was tried", other_way if needs.role == "prefill" else "no prefill node is known"
-        )
+        why = other_way if needs.role == "prefill" else "no prefill node is known"
+        yield not_here("no control socket was tried", why)
 
 
 # ------------------------------------------------------------------ the node that runs

@@ -196,9 +196,7 @@ class Router:
                 ):
                     return found.status, await found.read()
             except TimeoutError:
-                raise DeadlineError(
-                    f"{server} did not list its models within {limit_s:g} s (timeouts.health_s)"
-                ) from None
+                raise DeadlineError(f"{server} listed no models within {limit_s:g} s (timeouts.health_s)") from None
 
     async def _answer_in_time(self, asked: Asked, stack: AsyncExitStack) -> Answer:
         limit_s = self.config.timeouts.first_byte_s
@@ -206,9 +204,7 @@ class Router:
             async with asyncio.timeout(limit_s):
                 return await self._until_answered(asked, stack)
         except TimeoutError:
-            raise DeadlineError(
-                f"no server sent the first byte of an answer within {limit_s:g} s (timeouts.first_byte_s)"
-            ) from None
+            raise DeadlineError(f"no answer began within {limit_s:g} s (timeouts.first_byte_s)") from None
 
     async def _until_answered(self, asked: Asked, stack: AsyncExitStack) -> Answer:
         failures: list[FailedAttemptError] = []

@@ -125,14 +125,8 @@ class Pods:
         user, group = str(context["runAsUser"]), str(context["runAsGroup"])
         groups = str(context["fsGroup"])
         words = ["unshare", "--mount", "bash", "-c", _ROOM, "bash", str(root), str(self._hosts), *mounts, "--"]
-        words += [
-            "setpriv",
-            f"--reuid={user}",
-            f"--regid={group}",
-            f"--groups={groups}",
-            "--no-new-privs",
-            "--bounding-set=-all",
-        ]
+        who = [f"--reuid={user}", f"--regid={group}", f"--groups={groups}"]
+        words += ["setpriv", *who, "--no-new-privs", "--bounding-set=-all"]
         words += ["env", "-i", *(f"{key}={value}" for key, value in values.items())]
         words += [expanded(word, values) for word in command]
         process = ChildProcess(f"{container['name']} of {pod}", self.folder / f"{pod}.{container['name']}.log")

@@ -40,10 +40,8 @@ def main(engine: str, *words: str) -> None:
         assert os.environ["VLLM_API_KEY"]
     else:
         role, settings = Role(options["disaggregation-mode"]), read_settings(os.environ[SETTINGS_FILE])
-        info = {
-            "disaggregation_mode": role,
-            "disaggregation_bootstrap_port": int(options["disaggregation-bootstrap-port"]),
-        }
+        port = int(options["disaggregation-bootstrap-port"])
+        info = {"disaggregation_mode": role, "disaggregation_bootstrap_port": port}
         assert "$" not in options["api-key"]
     made = plan(role, settings, PROGRAMS[engine])
     node = open_node(made, timeout_s=120)

@@ -203,12 +203,8 @@ def test_what_selects_pods_finds_them_and_their_ports(case: str):
         elif each["kind"] == "NetworkPolicy" and component(each) in budgets:
             ports = selected(spec["podSelector"]["matchLabels"])
             assert {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())} <= ports.keys()
-            rules = [
-                peer["podSelector"]
-                for rule in spec["ingress"]
-                for peer in rule.get("from", ())
-                if "podSelector" in peer
-            ]
+            peers = [peer for rule in spec["ingress"] for peer in rule.get("from", ())]
+            rules = [peer["podSelector"] for peer in peers if "podSelector" in peer]
             assert all(set(rule["matchLabels"]) <= set(pods[0][0]) for rule in rules)
         elif each["kind"] == "ServiceMonitor":
             service = next(
@@ -216,9 +212,8 @@ def test_what_selects_pods_finds_them_and_their_ports(case: str):
                 for one in of_kind(case, "Service")
                 if spec["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
             )
-            assert {endpoint["port"] for endpoint in spec["endpoints"]} <= {
-                port["name"] for port in service["spec"]["ports"]
-            }
+            ports = {port["name"] for port in service["spec"]["ports"]}
+            assert {endpoint["port"] for endpoint in spec["endpoints"]} <= ports
             assert each["metadata"]["labels"]["release"] == "watch"
 
 
@@ -264,9 +259,7 @@ def test_engines_can_be_pinned_and_see_their_devices(case: str):
         card = values.get("transports", {}).get("resource")
         assert card is None or limits[card] == 1
         if values["engine"] == "own":
-            shared = {"/run/kvbridge", "/dev/shm"} | (
-                {"/hugepages"} if name == "decode" and values.get("own") else set()
-            )
+            shared = {"/run/kvbridge", "/dev/shm", *(["/hugepages"] if name == "decode" and values.get("own") else ())}
             mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert shared <= mounts
             assert spec["shareProcessNamespace"] is True
@@ -285,9 +278,8 @@ def test_a_second_network_a_class_and_rules_are_where_they_are_asked_for():
             or component(each) == "redis"
         )
     (rules,) = of_kind(case, "PrometheusRule")
-    alerts = yaml.safe_load(
-        (ROOT / "deploy/prometheus/alerts.yaml").read_text().replace("docs/runbook.md", "https://docs.example/runbook/")
-    )
+    alerts_text = (ROOT / "deploy/prometheus/alerts.yaml").read_text()
+    alerts = yaml.safe_load(alerts_text.replace("docs/runbook.md", "https://docs.example/runbook/"))
     recorded = yaml.safe_load((ROOT / "deploy/prometheus/recording.yaml").read_text())
     assert rules["spec"]["groups"] == [*recorded["groups"], *alerts["groups"]]
     endpoints = [each["spec"]["endpoints"][0] for each in of_kind(case, "ServiceMonitor")]

@@ -39,12 +39,8 @@ def release(case: str) -> Iterator[Pods]:
         keys, programs = folder / "keys", folder / "programs"
         programs.mkdir(mode=0o755)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        subprocess.run(
-            ["bash", str(ROOT / "docker/keys.sh"), str(keys), *PODS],
-            check=True,
-            timeout=60,
-            env={**os.environ, "PATH": path},
-        )
+        command = ["bash", str(ROOT / "docker/keys.sh"), str(keys), *PODS]
+        subprocess.run(command, check=True, timeout=60, env={**os.environ, "PATH": path})
         stand_in = (sys.executable, "-m", "tests.operate.stand_in_engine")
         program(programs, "own-engine", sys.executable, "-c", ENGINE)
         program(programs, "vllm", *stand_in, "vllm")
@@ -113,9 +109,8 @@ def test_own_engines_have_their_daemon_and_bootstrap_outlives_the_redis_that_tak
 
         def ticket() -> dict[str, Any] | None:
             told = {"prompt_tokens": 1000, "max_new_tokens": 16}
-            answer = ask(
-                pods, "kvbridge-bootstrap-0", 7900, "/v1/requests", token="bootstrap.token", method="POST", json=told
-            )
+            shown = {"token": "bootstrap.token", "method": "POST", "json": told}
+            answer = ask(pods, "kvbridge-bootstrap-0", 7900, "/v1/requests", **shown)
             return answer.json() if answer is not None and answer.is_success else None
 
         found = wait(pods, "a pair", ticket)

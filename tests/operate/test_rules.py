@@ -50,9 +50,7 @@ HEALTHY = {
     "process_max_fds{DECODE}": "1024x500",
 }
 SPECS = {spec.name + part: spec for spec in METRICS for part in ("", "_bucket", "_sum", "_count")}
-LABELS = {"job", "instance", "le", "alertname", "alertstate", "severity"} | {
-    label for spec in METRICS for label in spec.labels
-}
+LABELS = {"job", "instance", "le", "alertname", "alertstate", "severity"}.union(*(spec.labels for spec in METRICS))
 GRAFANA = {"$__rate_interval": "1m", "$__range": "1m", **dict.fromkeys(("$instance", "$role", "$peer", "$space"), ".+")}
 """Grafana's values for its variables."""
 
@@ -102,9 +100,8 @@ def check_names(queries: Iterable[str], also: Iterable[str] = ()) -> set[str]:
         assert {*by, *re.findall(r'(\w+)\s*!?=~?\s*"', query)} - {""} <= LABELS, query
         for name, matchers in re.findall(r"\b(kvbridge_\w+)\{([^}]*)\}", query):
             for label, words in re.findall(r'(\w+)\s*=~?\s*"([^"$]*)"', matchers):
-                known = SPECS[name].values.get(label) or [
-                    row[SPECS[name].labels.index(label)] for row in SPECS[name].series
-                ]
+                spec = SPECS[name]
+                known = spec.values.get(label) or [row[spec.labels.index(label)] for row in spec.series]
                 assert not known or "." in words or set(words.split("|")) <= set(known), f"{label}={words} in {query}"
     return named
 

@@ -66,7 +66,7 @@ NODE = ("--config", str(Path(__file__).resolve().parents[3] / "configs" / "decod
         ),
         (
             ["decode", *NODE],
-            {"kvbridge.daemon.prefill", "kvbridge.daemon.bootstrap", "kvbridge.daemon.router", "kvbridge.worker"},
+            {*(f"kvbridge.daemon.{each}" for each in ("prefill", "bootstrap", "router")), "kvbridge.worker"},
         ),
     ],
 )

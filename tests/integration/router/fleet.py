@@ -74,12 +74,8 @@ async def fleet(
         await server.start()
     timeouts = {"health_interval_s": 3600.0, "health_s": 60.0} | config.pop("timeouts", {})
     named = {role: [one.url for one in getattr(made, role)] for role in ("prefill", "decode")}
-    settings = {
-        **({} if "bootstrap" in config else named),
-        "http": {"port": 0} | config.pop("http", {}),
-        "timeouts": timeouts,
-        **config,
-    }
+    http = {"port": 0} | config.pop("http", {})
+    settings = {**({} if "bootstrap" in config else named), "http": http, "timeouts": timeouts, **config}
     made.router = RouterDaemon(RouterConfig.model_validate(settings))
     try:
         await made.router.start()

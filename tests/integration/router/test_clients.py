@@ -165,9 +165,8 @@ async def test_what_has_not_ended_in_time_is_told_why_it_ends():
 
 
 async def test_servers_come_from_the_directory_where_nodes_tell_their_engines():
-    bootstrap = BootstrapDaemon(
-        BootstrapConfig.model_validate({"http": {"port": 0}, "directory": {"expire_after_s": 3600}})
-    )
+    settings = {"http": {"port": 0}, "directory": {"expire_after_s": 3600}}
+    bootstrap = BootstrapDaemon(BootstrapConfig.model_validate(settings))
     await bootstrap.start()
     try:
         async with fleet(2, 1, bootstrap={"url": bootstrap.url}) as made:

@@ -33,11 +33,8 @@ async def test_the_first_request_teaches_addresses_and_the_next_goes_to_both_at_
         assert isinstance(room, str)
         assert 0 <= int(room) <= MAX_ROOM
         assert to_prefill.params == {"do_remote_decode": True, "do_remote_prefill": False, "kvbridge": {"room": room}}
-        assert to_decode.params == {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "kvbridge": {"room": room, "prefill": ADDRESSES},
-        }
+        ours = {"room": room, "prefill": ADDRESSES}
+        assert to_decode.params == {"do_remote_decode": False, "do_remote_prefill": True, "kvbridge": ours}
         await made.counted("kvbridge_router_requests_total", order="plain", outcome="answered")
         await made.counted("kvbridge_router_requests_total", order="paired", outcome="answered")
 
@@ -53,9 +50,8 @@ async def test_streams_and_answers_are_passed_through_byte_for_byte(path, body, 
         assert whole.headers["content-type"] == "application/json"
         for asked in made.decode[0].received:
             assert asked.path == path
-            assert {
-                key: value for key, value in asked.body.items() if key not in {"kv_transfer_params", "stream"}
-            } == body
+            added = {"kv_transfer_params", "stream"}
+            assert {key: value for key, value in asked.body.items() if key not in added} == body
         for asked in made.prefill[0].received:
             assert (asked.path, asked.body["max_tokens"], asked.body["stream"]) == (path, 1, False)
             assert asked.body.get("max_completion_tokens", 1) == 1
@@ -83,9 +79,8 @@ async def test_what_another_connector_answers_is_passed_on_as_it_is():
     async with fleet(connector="nixl") as made:
         for _ in range(2):
             assert (await made.post()).status_code == 200
-        assert [one.params for one in made.decode[0].received] == [
-            {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
-        ] * 2
+        held = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
+        assert [one.params for one in made.decode[0].received] == [held] * 2
         assert all(one.params["remote_engine_id"] is None for one in made.prefill[0].received)
 
 

@@ -267,10 +267,5 @@ class FakeDaemons:
         if request is None:
             raise UnknownRoomError(f"no room {room} at {url}")
         role = Role.DECODE if request.prefill else Role.PREFILL
-        return RoomReport(
-            room=room,
-            generation=request.generation,
-            role=role,
-            state=RoomState.ADMITTED,
-            prompt_tokens=request.prompt_tokens,
-        )
+        known = {"generation": request.generation, "prompt_tokens": request.prompt_tokens}
+        return RoomReport(room=room, role=role, state=RoomState.ADMITTED, **known)

@@ -22,9 +22,7 @@ async def test_a_second_process_of_a_name_is_kept_out_while_the_first_answers(wo
     directory = await world.directory(node("p", Role.PREFILL), daemons=port)
     port.lives = {"http://p": "p-incarnation-1", "http://second": "second"}
     for _ in range(2):
-        with pytest.raises(
-            errors.ConflictError, match=r"is incarnation p-incarnation-1 at http://p, .* two processes use one name"
-        ):
+        with pytest.raises(errors.ConflictError, match=r"is incarnation p-incarnation-1 at http://p, .* one name"):
             await directory.register(SECOND)
         assert (await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))).http_url == "http://p"
     assert port.asked == ["http://p", "http://p"]
@@ -79,11 +77,7 @@ async def test_a_new_incarnation_replaces_the_old_one(world):
         ({"pp_size": 2}, errors.ConflictError, "its pp_size is 2"),
         ({"tp_size": 4}, errors.ConflictError, "its tp_size is 4"),
         ({"role": Role.DECODE}, errors.ConflictError, "its role is decode, that of node 'node-0' is prefill"),
-        (
-            {"ranks": (Rank(pp=0, tp=0),)},
-            errors.ConflictError,
-            r"rank pp0\.tp0 already lives on node 'node-0' at http://p-0",
-        ),
+        ({"ranks": (Rank(pp=0, tp=0),)}, errors.ConflictError, r"rank pp0\.tp0 already lives on node 'node-0' at"),
         (WITH_KEY, errors.ConflictError, "it meets others by curve, node 'node-0' by plain"),
         ({"model": "tiny-gqa"}, errors.FingerprintMismatchError, r"components\.\w+ exists only"),
     ],
@@ -101,11 +95,11 @@ async def test_nodes_of_an_instance_agree(world, changes, error, expected):
         ({"fingerprint": "0" * 32}, "is not that of its geometry"),
         ({"host": ("swa_kv",)}, "cannot live in its host pool"),
         ({"ranks": ()}, "has no rank"),
-        ({"ranks": (Rank(pp=0, tp=1),)}, "rank pp0.tp1 does not exist"),
+        ({"ranks": (Rank(pp=0, tp=1),)}, "no rank pp0.tp1 in"),
         ({"ranks": (Rank(pp=0, tp=0),) * 2}, "listed twice"),
         ({"pp_size": 2, "stage_boundaries": (99,)}, "node 'node-0' of instance 'p': boundaries of 2 stages"),
-        ({"meets_by": (CURVE,)}, "which its control address contradicts"),
-        (WITH_KEY | {"meets_by": (LOCAL,)}, "which its control address contradicts"),
+        ({"meets_by": (CURVE,)}, "and its control address differs"),
+        (WITH_KEY | {"meets_by": (LOCAL,)}, "and its control address differs"),
     ],
 )
 async def test_a_registration_that_contradicts_itself_is_refused(world, changes, expected):
@@ -134,9 +128,8 @@ async def load_of(directory: Directory) -> Load:
 
 
 async def test_instances_that_cannot_meet_say_so(world):
-    directory = await world.directory(
-        node("p", Role.PREFILL, **WITH_KEY), node("d", Role.DECODE, meets_by=(PLAIN, LOCAL), control=None)
-    )
+    plain = node("d", Role.DECODE, meets_by=(PLAIN, LOCAL), control=None)
+    directory = await world.directory(node("p", Role.PREFILL, **WITH_KEY), plain)
     decode, prefill = await directory.listing()
     remedy = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
     assert (decode.ready, decode.meets_by) == (False, (LOCAL, PLAIN))
@@ -158,9 +151,8 @@ async def test_who_is_absent_is_told(world):
     directory = await world.directory(node("p", Role.PREFILL))
     assert absences(await directory.listing()) == ("no decode instance is ready (0 known)",)
     await directory.register(node("d", Role.DECODE, ready=False))
-    assert absences(await directory.listing()) == (
-        "no decode instance is ready (1 known; 'd': node 'node-0' is not ready)",
-    )
+    (why,) = absences(await directory.listing())
+    assert why == "no decode instance is ready (1 known; 'd': node 'node-0' is not ready)"
     await directory.heartbeat("d", "node-0", beat("d-incarnation-1"))
     assert absences(await directory.listing()) == ()
 
@@ -173,9 +165,7 @@ async def test_two_halves_of_two_pairs_are_no_pair(world):
         node("e", Role.DECODE, model="tiny-gqa"),
     )
     (why,) = absences(await directory.listing())
-    assert (
-        why == "no ready prefill instance can be paired with a ready decode instance; 'd': node 'node-0' is not ready"
-    )
+    assert why.startswith("no ready prefill instance can be paired with a ready decode instance; 'd': node")
 
 
 async def test_an_instance_has_no_more_nodes_than_a_room_may_have_addresses(world):

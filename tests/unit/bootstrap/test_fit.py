@@ -175,9 +175,7 @@ async def test_while_most_are_drained_the_others_serve(world):
     for _ in range(5):
         assert (await pairing.pair(REQUEST)).decode.instance == "decode-0"
     await directory.heartbeat("decode-0", "node-0", beat(nodes[0].incarnation, ready=False))
-    with pytest.raises(
-        NotReadyError, match=r"no decode instance is ready: 'decode-0': node 'node-0'.*; and " + f"{MANY - 8} more"
-    ):
+    with pytest.raises(NotReadyError, match=f"is ready: 'decode-0': node 'node-0'.*; and {MANY - 8} more"):
         await pairing.pair(REQUEST)
 
 

@@ -268,9 +268,7 @@ async def test_a_false_entry_is_not_there_and_is_counted(redis_fleet, change):
 @pytest.mark.asyncio
 async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_fleet, capsys):
     directory = await redis_fleet.directory(*FLEET)
-    await PairingService(directory, redis_fleet.store, FakeDaemons(), **LIMITS).pair(
-        PairRequest(room=7, prompt_tokens=9)
-    )
+    await PairingService(directory, redis_fleet.store, FakeDaemons(), **LIMITS).pair(REQUEST)
     with redis_fleet.server.client() as client:
         client.hset(f"{redis_fleet.namespace}:node:{MEMBER}", "beat", b"\xff")
         client.hset(f"{redis_fleet.namespace}:room:7", "ticket", b'{"room":7}')
@@ -287,9 +285,8 @@ async def test_what_a_later_release_adds_to_a_record_is_ignored(redis_fleet):
     await redis_fleet.directory(*FLEET)
     told = later(FLEET[0].heartbeat.model_copy(update={"load": Load(rooms=3)}))
     with redis_fleet.server.client() as client:
-        write_entry(
-            client, redis_fleet.namespace, lambda entry: entry.update(UNKNOWN | {"registration": later(FLEET[0])})
-        )
+        added = UNKNOWN | {"registration": later(FLEET[0])}
+        write_entry(client, redis_fleet.namespace, lambda entry: entry.update(added))
         client.hset(f"{redis_fleet.namespace}:node:{MEMBER}", "beat", json.dumps(told))
     for store in (redis_fleet.store, redis_fleet.replica()):
         [found] = [record for record in await store.nodes() if record.entry.key[0] == "p1"]

@@ -37,9 +37,8 @@ def test_memory_for_prefixes_on_the_host_is_counted():
     settings = [word for each in tier for word in ("--set", f"tier.{each}")]
     assert "prefixes on the host" not in run(*FLASH, "--tokens", "256").output
     shown = run(*FLASH, *settings, "--tokens", "256").output
-    assert cells(shown, "prefixes on the host") == ["1000", size(1000 * (998_208 - 786_240) + 64 * 1024)], (
-        "and what aligns them"
-    )
+    aligned_bytes = 1000 * (998_208 - 786_240) + 64 * 1024
+    assert cells(shown, "prefixes on the host") == ["1000", size(aligned_bytes)]
     assert cells(shown, "fit at once") == cells(run(*FLASH, "--tokens", "256").output, "fit at once")
 
 
@@ -141,10 +140,7 @@ def test_all_of_it_in_order_or_a_part_of_it(tmp_path):
     [
         ({"input_length": 0}, "input_length"),
         ({"input_length": 1 << 40}, "input_length"),
-        (
-            {"output_length": "many"},
-            "output_length: Input should be a valid integer, unable to parse string as an integer, got 'many'",
-        ),
+        ({"output_length": "many"}, "unable to parse string as an integer, got 'many'"),
         ({"timestamp": 1e999}, "timestamp"),
         ({"timestamp": 49}, "timestamp 49 comes after 50"),
         ({"hash_ids": [1, -2]}, "hash_ids.1"),

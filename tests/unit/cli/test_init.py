@@ -1,5 +1,6 @@
 """`kvbridge init`: what it writes loads, fits together, and is refused where it would not."""
 
+import shutil
 import stat
 from pathlib import Path
 
@@ -35,9 +36,8 @@ def test_what_it_writes_fits_together(tmp_path, arguments):
     assert prefill.runtime_dir != decode.runtime_dir
     assert prefill.model == decode.model
     assert prefill.transports == decode.transports
-    assert [name.value for name in prefill.transports.order] == (
-        ["local"] if "--one-host" in arguments else ["local", "mooncake"]
-    )
+    order = ["local"] if "--one-host" in arguments else ["local", "mooncake"]
+    assert [name.value for name in prefill.transports.order] == order
 
 
 @pytest.mark.parametrize("model", PRESETS)
@@ -54,15 +54,12 @@ def test_secure_writes_keys_that_the_check_finds_good(tmp_path):
     secrets = [*(tmp_path / "c" / "keys").glob("*.key"), *(tmp_path / "c" / "keys").glob("*.token")]
     assert {stat.S_IMODE(file.stat().st_mode) for file in secrets} == {0o600}
     for role in DaemonRole:
-        found = CliRunner().invoke(
-            app, ["keys", "check", "--role", role, "--config", str(tmp_path / "c" / f"{role}.yaml")]
-        )
+        file = str(tmp_path / "c" / f"{role}.yaml")
+        found = CliRunner().invoke(app, ["keys", "check", "--role", role, "--config", file])
         assert found.exit_code == 0, found.output
         if role is DaemonRole.PREFILL:
-            assert (
-                decode.control.curve.secret_key_file.with_suffix(".pub").read_text().strip() + " as decode-0"
-                in found.output
-            )
+            peer = decode.control.curve.secret_key_file.with_suffix(".pub").read_text().strip()
+            assert f"{peer} as decode-0" in found.output
 
 
 def test_several_hosts(tmp_path):
@@ -81,10 +78,7 @@ def test_several_hosts(tmp_path):
     [
         (["--model", "gpt-9"], "'gpt-9' is no file, and no model among deepseek-v4-flash"),
         (["--host", "prefill=10.0.0.2"], "others could reach prefill on 10.0.0.2; add --secure"),
-        (
-            ["--host", "router=10.0.0.2"],
-            "expected ROLE=ADDRESS with a role of prefill, decode, bootstrap, got 'router=10.0.0.2'",
-        ),
+        (["--host", "router=10.0.0.2"], "with a role of prefill, decode, bootstrap, got 'router=10.0.0.2'"),
         (["--secure", "--one-host", "--host", "prefill=10.0.0.2"], "prefill and decode have different addresses"),
         (["--secure", "--host", "prefill=a b"], "http.host"),
     ],
@@ -109,10 +103,7 @@ def test_nothing_is_overwritten(tmp_path, there):
     ("spoil", "said"),
     [
         (lambda folder: (folder / "decode.yaml").unlink(), "has no decode.yaml"),
-        (
-            lambda folder: (folder / "decode.yaml").write_text((folder / "prefill.yaml").read_text()),
-            "prefill configuration",
-        ),
+        (lambda folder: shutil.copy(folder / "prefill.yaml", folder / "decode.yaml"), "prefill configuration"),
         (lambda folder: (folder / "bootstrap.yaml").write_text("http: {port: 0}"), "http.port is 0"),
     ],
 )

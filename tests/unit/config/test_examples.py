@@ -63,11 +63,8 @@ def test_the_set_up_with_two_gpus_can_be_laid_out(role):
 @pytest.mark.parametrize("role", ROLES)
 def test_the_schema_describes_every_key_and_is_what_files_are_valid_by(role):
     schema = json.loads(CliRunner().invoke(app, ["config", "schema", "--role", role]).output)
-    fields = {
-        f"{name}.{key}": field
-        for name, part in schema["$defs"].items()
-        for key, field in part.get("properties", {}).items()
-    }
+    parts = {name: part.get("properties", {}) for name, part in schema["$defs"].items()}
+    fields = {f"{name}.{key}": field for name, part in parts.items() for key, field in part.items()}
     assert [key for key, field in fields.items() if not field.get("description") and "$ref" not in field] == []
     validator = jsonschema_rs.validator_for(json.dumps(schema))
     for path in CONFIGS.rglob(f"{role}.yaml"):

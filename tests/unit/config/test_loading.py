@@ -168,9 +168,8 @@ def test_a_file_for_another_role_is_recognised(tmp_path):
 def test_config_show_prints_the_merged_configuration(tmp_path):
     file = tmp_path / "b.yaml"
     file.write_text("http: {port: 1, token: hunter2}\n")
-    result = CliRunner().invoke(
-        cli.app, ["show", "--role", "bootstrap", "--config", str(file), "--set", "http.port=2"], env={}
-    )
+    arguments = ["--role", "bootstrap", "--config", str(file), "--set", "http.port=2"]
+    result = CliRunner().invoke(cli.app, ["show", *arguments], env={})
     assert result.exit_code == 0, result.output
     assert "port: 2" in result.output
     assert "hunter2" not in result.output

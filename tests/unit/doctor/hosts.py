@@ -24,9 +24,8 @@ ROCE = RdmaPort(device="mlx5_0", port=1, rate_gbit=400)
 INFINIBAND = RdmaPort(device="mlx5_1", port=1, link_layer="InfiniBand", rate_gbit=400)
 
 ENGINE = EngineStatus(name="engine-7", pid=7, ranks=("pp0.tp0",), gone="")
-RANK = RankStatus(
-    rank="pp0.tp0", state="ready", pid=8, layers=4, registered=1.0, restarts=0, error="", transports=("mooncake",)
-)
+READY = {"state": "ready", "layers": 4, "registered": 1.0, "restarts": 0, "error": ""}
+RANK = RankStatus(rank="pp0.tp0", pid=8, transports=("mooncake",), **READY)
 RUNNING = RunningNode(status=NODE_PAGE.model_copy(update={"engines": (ENGINE,), "ranks": (RANK,)}))
 
 HEALTHY = Host(

@@ -214,12 +214,8 @@ def test_a_small_host_without_a_configuration_breaks_nothing() -> None:
 
 
 def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> None:
-    host = changed(
-        HEALTHY,
-        machine__shared=(SMALL,),
-        network__listeners=(NGINX,),
-        machine__gpus=(replace(GPU, free_bytes=0), OTHER_GPU),
-    )
+    gpus = (replace(GPU, free_bytes=0), OTHER_GPU)
+    host = changed(HEALTHY, machine__shared=(SMALL,), network__listeners=(NGINX,), machine__gpus=gpus)
     broken = {each.check for each in examine(host, NEEDS) if each.level is B}
     assert broken == {"memory.shared", "network.ports", "devices.memory"}
     running = changed(host, reach__running="decode-0/node-0, up for 5 s")

@@ -87,10 +87,8 @@ def test_who_listens_is_found_with_process_and_command() -> None:
 
 
 def test_addresses_of_other_hosts_are_told_from_ours() -> None:
-    ports = tuple(
-        Port(key="http.port", host=host, port=0, connections=1)
-        for host in ("127.0.0.1", "localhost", "0.0.0.0", "192.0.2.7")
-    )
+    hosts = "127.0.0.1", "localhost", "0.0.0.0", "192.0.2.7"
+    ports = tuple(Port(key="http.port", host=host, port=0, connections=1) for host in hosts)
     told = TransportSettings(mooncake={"host": "192.0.2.8"})
     assert read_network(Needs(role="decode", ports=ports)).foreign == ("192.0.2.7",)
     assert read_network(Needs(role="decode", settings=told)).foreign == ("192.0.2.8",)

@@ -33,9 +33,8 @@ def test_a_chat_may_have_another_name_for_its_length():
 
 
 def test_prefill_of_sglang_samples_the_first_token_as_the_client_wants_it():
-    mine = asked(
-        prompt="p", stream=True, stream_options={"include_usage": True}, max_tokens=9, min_tokens=3, temperature=1
-    )
+    options = {"stream_options": {"include_usage": True}, "max_tokens": 9, "min_tokens": 3, "temperature": 1}
+    mine = asked(prompt="p", stream=True, **options)
     added = sglang_members({"bootstrap_host": "h", "bootstrap_port": 8998})
     prefill, decode = sent(mine.for_prefill(added)), sent(mine.for_decode(added))
     assert prefill == {**added, "prompt": "p", "stream": False, "max_tokens": 9, "min_tokens": 3, "temperature": 1}

@@ -235,11 +235,7 @@ def test_whatever_fails_in_whatever_order_each_room_is_used_once_and_nothing_is_
 
 
 async def _whatever_fails(data: st.DataObject) -> None:
-    net = Net(
-        prefill=data.draw(st.integers(1, 3)),
-        decode=data.draw(st.integers(1, 3)),
-        order=data.draw(st.sampled_from(DispatchOrder)),
-    )
+    net = Net(*(data.draw(each) for each in (st.integers(1, 3), st.integers(1, 3), st.sampled_from(DispatchOrder))))
     asking = asyncio.create_task(net.ask())
     leaves_after = data.draw(st.integers(0, 20))
     while not asking.done():
