@@ -49,7 +49,7 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own types
         """See TyperGroup."""
         name, listed, rest = super().resolve_command(ctx, args)
-        with importing(*(UNUSED_BY_DAEMONS if MODULES.get(name) == DAEMONS else ())):
+        with importing(*(UNUSED_BY_DAEMONS if MODULES.get(name or "") == DAEMONS else ())):
             command = load_command(name) if name in COMMANDS else listed
         interrupts_raise()
         return name, command, rest
