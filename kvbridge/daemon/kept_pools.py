@@ -1,7 +1,9 @@
-"""The pages of kept pools: their digests, the journal that this daemon writes, and the pages of the daemon before.
+"""Kept pools: the journal of the pages in them, which this daemon writes, and the pages of the daemon before.
 
-An entry of the journal is written once the digest of its page is known, and wiped before the page is used again. The journal that
-the end of a process leaves, at any moment, is right.
+The journal has an entry of 64 bytes for each host copy, at the copy's place, which says what its page holds. An entry is written
+once the digest of its page is known, and wiped before the page is used again: the journal that the end of a process leaves, at any
+moment, is right. Each entry has a checksum; a damaged entry is left out, and with it the later pages of the prompt. The digest of a
+page shows an entry that should have been wiped.
 """
 
 from __future__ import annotations
@@ -10,42 +12,192 @@ import asyncio
 import contextlib
 import mmap
 import os
+import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import structlog
 from crc32c import crc32c
+from pydantic import Field, ValidationError
 
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import IndexSpace, MemoryKind, PageIdArray, Pages
-from kvbridge.daemon.kept_journal import (
-    ENTRY_BYTES,
-    FIRST,
-    NO_PAGE,
-    Contents,
-    Held,
-    KeptHeader,
-    Place,
-    entry_bases,
-    header_bytes,
-)
+from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, PageIdArray, Pages, Positive
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook
 from kvbridge.tier.host_copies import HostCopies
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import KEY_BYTES, Keys
 
 log = structlog.get_logger(__name__)
 
+ENTRY_BYTES = 64
+KEPT_SPACES = (IndexSpace.FULL_COPY, IndexSpace.SWA_COPY, IndexSpace.HOST)
+NO_PAGE = -1
+FIRST = bytes(KEY_BYTES)
+"""The parent's key of a prompt's first page."""
+_MAGIC = b"kvbridge twins 3"
+_HEAD = struct.Struct(f"<{len(_MAGIC)}sII")
+"""Magic, length and checksum of the header's text, which follows."""
+_ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}siIQHH8x")
+"""Key, parent's key, home, digest, serial number, place among the pages of a checkpoint, number of these; a checksum follows."""
 PAGES_AT_ONCE = 32
 """Pages whose digests are computed between two checks of what has changed."""
 DIGEST_THREADS = 2
 _TAKER = Owner(NO_ROOM, 0)
 """Owner of all pages that a journal names, until they have been compared. Owners of host copies are counted from 1."""
+
+Place = tuple[IndexSpace, int]
+"""A page of a space."""
+
+
+class KeptFile(FrozenModel):
+    """A file of the pools, as the kernel knows it."""
+
+    name: Annotated[str, Field(max_length=255)]
+    length_bytes: Positive
+    inode: NonNegative
+
+
+class KeptHeader(FrozenModel):
+    """The pools that a journal describes."""
+
+    incarnation: Annotated[str, Field(max_length=64)]
+    """Incarnation of the process that has written it."""
+    form: dict[str, str]
+    """Facts of the pools, by names for operators. For another process to reuse the pools, these must be equal, and so must the
+    page counts."""
+    page_counts: dict[IndexSpace, NonNegative]
+    """Page counts of the spaces of host copies, and of the home if there is one."""
+    files: tuple[KeptFile, ...] = ()
+
+    def why_not(self, wanted: KeptHeader) -> str:
+        """Return why a process that wants pools of the form `wanted` cannot reuse those of this journal; empty when it can."""
+        found, asked = ({**of.form, "page counts": of.page_counts} for of in (self, wanted))
+        different = (name for name, fact in asked.items() if found.get(name) != fact)
+        return next((f"its {name} is {found.get(name)}, this daemon's is {asked[name]}" for name in different), "")
+
+
+class Held(NamedTuple):
+    """A page of a prompt, in a host copy and in its home; or a checkpoint at the end of a page, in one or more host copies."""
+
+    space: IndexSpace
+    key: bytes
+    copies: tuple[int, ...]
+    parent: bytes = FIRST
+    """The key of the page before it; zeros for a prompt's first, and for checkpoints."""
+    home: int = NO_PAGE
+    """NO_PAGE where there is no home."""
+    digests: tuple[int, ...] = ()
+    """One for each host copy, together with its home."""
+
+    @property
+    def sets(self) -> tuple[tuple[Place, ...], ...]:
+        """Sets of pages with one digest each; the entry has the place of the first page."""
+        home = () if self.home == NO_PAGE else ((IndexSpace.HOST, self.home),)
+        return tuple(((self.space, copy), *home) for copy in self.copies)
+
+    def entries(self, serial: int) -> Iterator[tuple[Place, bytes]]:
+        """Yield its entries, each with its place. A later entry has a higher serial number."""
+        for number, (pages, digest) in enumerate(zip(self.sets, self.digests, strict=True)):
+            body = _ENTRY.pack(self.key, self.parent, self.home, digest, serial, number, len(self.copies))
+            yield pages[0], body + crc32c(body).to_bytes(4, "little")
+
+
+@dataclass(slots=True)
+class Contents:
+    """The contents of a journal."""
+
+    pages: dict[int, Held] = field(default_factory=dict)
+    """By host copy, in the order in which they came."""
+    checkpoints: dict[bytes, Held] = field(default_factory=dict)
+    """By the key of the page at whose end they are."""
+    damaged: int = 0
+    """Entries that were left out."""
+
+    def prompts(self) -> Iterator[tuple[Keys, list[Held]]]:
+        """Yield each longest complete prompt with its pages, in the order in which the last pages came.
+
+        A page that prompts share is in each of them. A page without its parent is in none.
+        """
+        by_key = {page.key: page for page in self.pages.values()}
+        inner = {page.parent for page in by_key.values()}
+        for page in by_key.values():
+            if page.key in inner:
+                continue
+            path = [page]
+            while path[-1].parent in by_key and len(path) <= len(by_key):
+                path.append(by_key[path[-1].parent])
+            if path[-1].parent == FIRST:
+                path.reverse()
+                yield Keys(b"".join(each.key for each in path)), path
+
+
+def header_bytes(header: KeptHeader) -> bytes:
+    """Return the beginning of a journal, padded to a multiple of an entry's length."""
+    text = header.model_dump_json().encode()
+    head = _HEAD.pack(_MAGIC, len(text), crc32c(text)) + text
+    return head + bytes(-len(head) % ENTRY_BYTES)
+
+
+def read_header(data: bytes) -> tuple[KeptHeader, int]:
+    """Return the header of a journal, and the offset of its entries. Raises IntegrityError for bytes that are no journal."""
+    try:
+        magic, length, checksum = _HEAD.unpack_from(data)
+        end = _HEAD.size + length
+        text = data[_HEAD.size : end]
+        if magic != _MAGIC or len(text) != length or crc32c(text) != checksum:
+            raise IntegrityError("its header is damaged, or of another release")
+        return KeptHeader.model_validate_json(text), end + -end % ENTRY_BYTES
+    except (struct.error, ValidationError) as error:
+        raise IntegrityError(f"it is no journal of this release: {error}") from error
+
+
+def entry_bases(page_counts: Mapping[IndexSpace, int], start: int) -> tuple[dict[IndexSpace, int], int]:
+    """Return the offset of the entries of each space in a journal, the first one at `start`, and the end of the last entry."""
+    middle = start + page_counts[IndexSpace.FULL_COPY] * ENTRY_BYTES
+    bases = {IndexSpace.FULL_COPY: start, IndexSpace.SWA_COPY: middle}
+    return bases, middle + page_counts.get(IndexSpace.SWA_COPY, 0) * ENTRY_BYTES
+
+
+def read_journal(data: bytes) -> tuple[KeptHeader, Contents]:
+    """Return the header of a journal and the contents of its entries. When two entries have one key or one home, the later counts.
+
+    Damaged and cut-off entries are left out. Raises IntegrityError as `read_header` does.
+    """
+    header, start = read_header(data)
+    contents, counts = Contents(), header.page_counts
+    homes = range(counts[IndexSpace.HOST]) if IndexSpace.HOST in counts else (NO_PAGE,)
+    pages: list[tuple[int, Held]] = []
+    ends: dict[bytes, dict[tuple[int, int], tuple[int, int]]] = {}
+    places = [(space, copy) for space in entry_bases(counts, 0)[0] for copy in range(counts.get(space, 0))]
+    for at, (space, copy) in enumerate(places):
+        entry = data[start + at * ENTRY_BYTES : start + (at + 1) * ENTRY_BYTES]
+        if not any(entry):
+            continue
+        key, parent, home, digest, serial, number, count = _ENTRY.unpack_from(entry.ljust(ENTRY_BYTES))
+        is_whole = entry[_ENTRY.size :] == crc32c(entry[: _ENTRY.size]).to_bytes(4, "little")
+        if not is_whole or (space is IndexSpace.FULL_COPY and home not in homes):
+            contents.damaged += 1
+        elif space is IndexSpace.FULL_COPY:
+            pages.append((serial, Held(space, key, (copy,), parent, home, (digest,))))
+        else:
+            ends.setdefault(key, {})[number, count] = copy, digest
+    latest: dict[bytes | int, Held] = {}
+    for _, page in sorted(pages):
+        latest[page.key] = latest[page.home] = page
+    for _, page in sorted(pages):
+        if latest[page.key] is page and (page.home == NO_PAGE or latest[page.home] is page):
+            contents.pages[page.copies[0]] = page
+    for key, found in ends.items():
+        if sorted(found) == [(number, len(found)) for number in range(len(found))]:
+            copies, digests = zip(*(found[which] for which in sorted(found)), strict=True)
+            contents.checkpoints[key] = Held(IndexSpace.SWA_COPY, key, copies, digests=digests)
+    return header, contents
 
 
 class PageDigests:
@@ -58,17 +210,13 @@ class PageDigests:
 
     def __call__(self, pages: Sequence[Place]) -> int:
         """Return one digest of all bytes of some pages, which must not be written meanwhile."""
-        found = [
-            (
-                region.extent_addresses[page // region.pages_per_extent]
-                + page % region.pages_per_extent * region.page_stride_bytes,
-                region.page_bytes,
-            )
-            for space, page in pages
-            for region in self._of_space[space]
-        ]
-        starts, lengths = np.array(found, dtype=np.uint64).T
-        return int(crc32c(raw_checksums(starts, lengths.astype(np.int64), MemoryKind.DRAM).tobytes()))
+        starts, lengths = [], []
+        for region, page in ((region, page) for space, page in pages for region in self._of_space[space]):
+            extent, index = divmod(page, region.pages_per_extent)
+            starts.append(region.extent_addresses[extent] + index * region.page_stride_bytes)
+            lengths.append(region.page_bytes)
+        checksums = raw_checksums(np.array(starts, dtype=np.uint64), np.array(lengths, dtype=np.int64), MemoryKind.DRAM)
+        return int(crc32c(checksums.tobytes()))
 
     def size_bytes(self, pages: Sequence[Place]) -> int:
         """Return the number of bytes of these pages."""
@@ -80,8 +228,7 @@ class KeptJournal:
 
     def __init__(self, path: Path, header: KeptHeader, digest: PageDigests, contents: Contents) -> None:
         """Begin a journal with `contents`, in place of the one before. A journal that cannot be made is logged, and missing."""
-        self._digest = digest
-        self._serial = 0
+        self._digest, self._serial = digest, 0
         self._written: set[Place] = set()
         self._arriving: dict[Place, Held] = {}
         """By host copy, the pages that are being read, or will be."""
@@ -201,8 +348,8 @@ class Restored:
 class RestoredCopies:
     """Brings the pages that a journal names into the index. Called from the event loop's thread only.
 
-    A page is used when its bytes have the digest in the journal. Reading some GiB takes a second, so the daemon serves meanwhile:
-    pages that are not compared yet are used by nobody.
+    A page is used once its bytes are known to have the digest in the journal. To read some GiB takes a second, so the daemon serves
+    meanwhile.
     """
 
     def __init__(
@@ -215,7 +362,7 @@ class RestoredCopies:
         *,
         lost: Callable[[Pages], None],
     ) -> None:
-        """Take these pages from a book whose pages are all free. `lost` is called with those that will not come back.
+        """Take these pages from a book whose pages are all free. `lost` is called with the pages that will not come back.
 
         `found` shows the progress at any moment.
         """
@@ -247,9 +394,7 @@ class RestoredCopies:
             await self._compare()
         except Exception as error:
             found.refused_pages = named - found.restored_pages
-            found.refused = (
-                f"the comparison of kept pages has failed ({type(error).__name__}: {error}); please report it"
-            )
+            found.refused = f"the comparison of kept pages has failed ({error!r}); please report it"
             log.exception("kept_pools_refused", pages=found.refused_pages, reason=found.refused)
         found.waiting_pages, found.lost_pages = 0, named - found.restored_pages - found.refused_pages
         if _TAKER in self._book:
@@ -276,13 +421,10 @@ class RestoredCopies:
 
     def _read(self, batch: Sequence[Held]) -> None:
         for page in batch:
-            self._right[page.key] = self._is_right(page)
+            self._right[page.key] = tuple(map(self._digest, page.sets)) == page.digests
             end = self._contents.checkpoints.get(page.key)
-            if end is not None and self._is_right(end):
+            if end is not None and tuple(map(self._digest, end.sets)) == end.digests:
                 self._ends[page.key] = end
-
-    def _is_right(self, held: Held) -> bool:
-        return tuple(map(self._digest, held.sets)) == held.digests
 
     def _enter(self, keys: Keys, path: Sequence[Held]) -> None:
         path = list(takewhile(lambda page: self._right[page.key], path))

@@ -16,8 +16,7 @@ from kvbridge.core.errors import DeadlineError, IntegrityError, RegistrationErro
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import SharedRegion
-from kvbridge.daemon.kept_journal import Contents, KeptFile, KeptHeader, read_journal
-from kvbridge.daemon.kept_pools import Restored
+from kvbridge.daemon.kept_pools import Contents, KeptFile, KeptHeader, Restored, read_journal
 from kvbridge.daemon.layout import NodeConfig, NodeLayout
 from kvbridge.pool.memory.layout import Placement, Progress, ignore_progress
 from kvbridge.pool.memory.leftovers import POOL_PREFIX, ForeignFilesError, KeptFiles, discard_files

@@ -15,7 +15,7 @@ from kvbridge.core.ids import HOST_COPIES, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.messages import FEATURES, NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
-from kvbridge.daemon.kept_journal import KEPT_SPACES, KeptHeader
+from kvbridge.daemon.kept_pools import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.layout import NodeConfig, load_geometry, plan_memory
 from kvbridge.daemon.memory import NodeMemory
 from kvbridge.node.backups import Backups

@@ -35,7 +35,7 @@ from kvbridge.pool.accounts.book import PageBook, PageState
 from kvbridge.telemetry.facts import CopyEnded, DisputedPagesDropped, EventStream, PrefixMatched, RoomQuarantined
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
-from kvbridge.tier.victims import Claim
+from kvbridge.tier.retention import Claim
 
 if TYPE_CHECKING:
     from kvbridge.node.prefill.room import PrefillRoom

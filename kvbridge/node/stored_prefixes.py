@@ -124,7 +124,7 @@ class StoredPrefixes:
         objects: dict[str, dict[str, int]] = {}
         for (verb, outcome), number in ({} if client is None else client.counts).items():
             objects.setdefault(verb.value, {})[outcome.value] = number
-        is_ready = client is not None and client.capabilities is not None
+        is_ready = client is not None and not client.why_not
         return PrefixStoreStatus(
             kind="" if store is None else store.kind,
             state=client.breaker.state.value if client is not None and is_ready else "starting",
@@ -297,7 +297,7 @@ class StoredPrefixes:
                 settled.append(put.settled)
                 answer = await put
             if answer.failed:
-                asked = client.capabilities is not None and client.breaker.state is BreakerState.CLOSED
+                asked = not client.why_not and client.breaker.state is BreakerState.CLOSED
                 break
         # Not when this fails or is cancelled: then the store's process is ended.
         for future in settled:

@@ -4,7 +4,7 @@
   The first records of a path are on the device, the others on the host only.
 - A space without host copies (the host pool) is the *home* of records: they have a page there wherever else they are.
 - Only records that nobody pins are evicted, leaf by leaf, so no page is ever without its parent. The longest unused go first; among
-  the old ones, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
+  the old ones, neighbours go together (`residence.py`). A record that is nowhere any more is gone.
 - A dropped record is *unreachable* at once, for every key; its pinned pages come back with the last unpin.
 
 Records are numbers, and arrays hold what is known of them: a page takes less than 300 bytes. Whoever uses the number of a record
@@ -27,7 +27,7 @@ from kvbridge.core.prefixes import Evicted
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join, merged
 from kvbridge.tier.residence import Inserted, Residence
-from kvbridge.tier.victims import Claim, Retentions, base_rank
+from kvbridge.tier.retention import Claim, Retentions, base_rank
 
 CHECKPOINT_SPACE = IndexSpace.SWA
 NO_PAGES = np.empty(0, dtype=np.int32)

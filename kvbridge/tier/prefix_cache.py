@@ -29,7 +29,7 @@ from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex, Reader
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.records import RecordArray, without_empty
 from kvbridge.tier.residence import EvictedPages
-from kvbridge.tier.victims import Claim
+from kvbridge.tier.retention import Claim
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
 """Maps the numbers of cached pages that an owner is to read to the numbers of pages that it needs beside them, by space."""

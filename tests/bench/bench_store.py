@@ -26,7 +26,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores import process as page_store
 from kvbridge.tier.stores.files import FileStore
 from kvbridge.tier.stores.mooncake import MooncakeStore
-from kvbridge.tier.stores.objects import Answer, Verb, object_name
+from kvbridge.tier.stores.objects import Answer, ObjectForm, Verb
 from kvbridge.tier.stores.process import ObjectStore, PageStore
 from tests.bench.output import table as text
 from tests.helpers.local_servers import MooncakeServers
@@ -135,14 +135,14 @@ def _measure(
         assert not wanted or set(found.outcomes) == {wanted}, found
 
     def steps(keys: Keys) -> list[tuple[str, Callable[[], Any], str]]:
-        names = [object_name(form, key) for key in keys]
+        names = [form.object_name(key) for key in keys]
         bare_names = [f"bare-{name}" for name in names]
         until_s = time.monotonic() + LIMIT_S
 
         def without_digests() -> Answer:
             with (
                 mock.patch.object(page_store, "checksum", return_value=0),
-                mock.patch.object(page_store, "read_trailer", return_value=0),
+                mock.patch.object(ObjectForm, "read_trailer", return_value=0),
             ):
                 return pages.ask(Verb.GET, 0, keys, target, until_s=until_s)
 

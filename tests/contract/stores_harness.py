@@ -98,7 +98,7 @@ class Client(Looped):
         self.run(asyncio.sleep(seconds))
 
     def until_ready(self) -> None:
-        self.until("the store process is ready", lambda: self.client.capabilities)
+        self.until("the store process is ready", lambda: not self.client.why_not)
 
 
 @dataclass

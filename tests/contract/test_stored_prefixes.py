@@ -86,7 +86,7 @@ class Node(Looped):
         return self.stored.client
 
     def until_ready(self) -> None:
-        self.until("the store process is ready", lambda: self.process.capabilities)
+        self.until("the store process is ready", lambda: not self.process.why_not)
 
     def close(self) -> None:
         self.run(self.stored.close(6.0))
@@ -355,7 +355,7 @@ def test_a_store_that_does_not_answer_is_said_to_keep_what_it_has_and_drops_it_w
         node.until_written()
         node.forget()
         os.kill(node.process.pid, signal.SIGKILL)
-        node.until("it is gone", lambda: not node.process.capabilities)
+        node.until("it is gone", lambda: node.process.why_not)
         dropped = node.run(node.stored.drop())
         assert (dropped.outcome, dropped.objects) == ("failed", 0)
         assert dropped.reason

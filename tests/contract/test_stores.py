@@ -17,7 +17,7 @@ import pytest
 from kvbridge.config.tier import FileStoreSettings, StoreLimits
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, ObjectForm, Outcome, object_name
+from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, ObjectForm, Outcome
 from kvbridge.tier.stores.process import open_store
 from tests.contract.stores_harness import KINDS, LIMITS, READY_S, TIMEOUT_S, WAYS, Asked, Client, asked_of, settings_of
 from tests.helpers.local_servers import SEGMENT_BYTES, MooncakeServers, stop
@@ -84,7 +84,7 @@ def test_what_is_there_stays_and_can_be_dropped(asked: Asked):
 
 def test_all_objects_of_a_form_are_dropped_whoever_put_them_there_and_no_others(asked, store, pages):
     keys, others = new_keys(HALF), new_keys(3)
-    foreign = object_name(ObjectForm(pages.forms[0], "another model"), keys[0])
+    foreign = ObjectForm(pages.forms[0], "another model").object_name(keys[0])
     asked.plant(foreign, b"theirs")
     asked.clear()
     assert asked("put", keys, *range(HALF)) == ["stored"] * HALF
@@ -128,7 +128,7 @@ LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 def test_a_lie_is_a_miss_of_its_kind_and_gone(asked: Asked, lie: str):
     change, kind = LIES[lie]
     [key] = keys = new_keys(1)
-    name = object_name(asked.pages.form, key)
+    name = asked.pages.form.object_name(key)
     assert asked("put", keys, 0) == ["stored"]
     asked.plant(name, change(asked.taken(name, asked.pages.form.object_bytes)))
     assert asked("get", keys, HALF) == [kind]
@@ -140,7 +140,7 @@ def test_a_lie_is_a_miss_of_its_kind_and_gone(asked: Asked, lie: str):
 
 def test_the_bytes_of_another_key_are_a_miss(asked: Asked):
     mine, theirs = new_keys(1), new_keys(1, namespace="another")
-    names = [object_name(asked.pages.form, keys[0]) for keys in (mine, theirs)]
+    names = [asked.pages.form.object_name(keys[0]) for keys in (mine, theirs)]
     assert names[0] != names[1]
     assert asked("put", theirs, 1) == ["stored"]
     asked.plant(names[0], asked.taken(names[1], asked.pages.form.object_bytes))
@@ -154,7 +154,7 @@ def test_a_mooncake_that_is_full_says_so_and_takes_pages_again_later(store: dict
     pages.fill()
     raw, until_s = store["direct"].raw, time.monotonic() + 30.0
     buffer = ctypes.create_string_buffer(SEGMENT_BYTES // 8)
-    large = [stored_object(object_name(pages.form, key), buffer) for key in new_keys(9)]
+    large = [stored_object(pages.form.object_name(key), buffer) for key in new_keys(9)]
     found = []
     for each in large:
         answer = raw.write([each], until_s)

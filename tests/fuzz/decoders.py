@@ -36,7 +36,7 @@ from kvbridge.core.wire.messages import CudaOrigin, DeviceAllocationRequest, Fil
 from kvbridge.http.requests import problem_response
 from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.tier.stores import objects as store_wire
-from kvbridge.tier.stores.objects import Capabilities, ObjectForm, Outcome, Verb, encode_trailer, read_trailer
+from kvbridge.tier.stores.objects import ObjectForm, Outcome, Verb
 from kvbridge.transport.base import Endpoint, read_endpoint
 from kvbridge.transport.extents import Extents
 from kvbridge.transport.local.transport import LocalEndpoint
@@ -143,7 +143,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         store_wire.StoreOrder(number=1, verb=Verb.GET, form=1, keys=bytes(32), pages=bytes(8), until_s=12.5),
     ),
     store_wire.STORE_TO_NODE: (
-        store_wire.StoreReady(capabilities=Capabilities(kind="files", batch=16)),
+        store_wire.StoreReady(kind="files"),
         store_wire.StoreFailed(message="no"),
         store_wire.StoreReport(number=1, outcomes=(Outcome.HIT, Outcome.SHORT), settled=False, detail="why"),
     ),
@@ -319,9 +319,9 @@ DECODERS: tuple[Decoder, ...] = (
     Decoder(
         "stored-object",
         "bodies",
-        lambda data: read_trailer(STORED, PAGE_KEY, data),
+        lambda data: STORED.read_trailer(PAGE_KEY, data),
         (),
-        (encode_trailer(STORED, PAGE_KEY, 2**32 - 1),),
+        (STORED.trailer(PAGE_KEY, 2**32 - 1),),
     ),
     Decoder(
         "allowed-keys",

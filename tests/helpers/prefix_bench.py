@@ -10,7 +10,7 @@ from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import Admitted, PrefixCache
-from kvbridge.tier.victims import Claim
+from kvbridge.tier.retention import Claim
 from tests.helpers.accounts import check_book
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.prefix_recount import check_cache

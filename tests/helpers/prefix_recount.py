@@ -7,7 +7,7 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.records import _UNUSED, NO_RECORD, Records, join
 from kvbridge.tier.residence import Residence
-from kvbridge.tier.victims import Retentions
+from kvbridge.tier.retention import Retentions
 from tests.helpers.accounts import cached_pages
 
 
@@ -75,7 +75,8 @@ def _check_residence(residence: Residence, is_hidden: np.ndarray) -> None:
     assert (residence._children[parents[inner]] > 0).all(), "a record without its parent"
     assert (residence._children[there] == children[there]).all(), "children"
     assert residence._leaf_count == np.count_nonzero(residence._children == 0), "leaves"
-    assert set(residence._candidates).issuperset(residence._ranked_leaves()), "candidates"
+    leaves = residence.leaves()
+    assert set(residence._candidates).issuperset(zip(residence._rank[leaves].tolist(), leaves.tolist(), strict=True))
     assert np.array_equal(residence._record_at[residence._pages[0, there]], there), "places"
     assert np.count_nonzero(residence._record_at != NO_RECORD) == len(there), "places"
     by_children = np.bincount(parents[inner], weights=pins[there[inner]], minlength=len(pins))

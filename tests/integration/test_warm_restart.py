@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvbridge.core.ids import Role
-from kvbridge.daemon.kept_journal import Contents, read_journal
+from kvbridge.daemon.kept_pools import Contents, read_journal
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from tests.helpers.cluster import DaemonProcess, eventually

@@ -5,7 +5,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon import kept_journal
+from kvbridge.daemon import kept_pools as kept_journal
 
 HOST_COPIES, HOMES = 6, 106
 HEADER = kept_journal.KeptHeader(

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbridge.core.errors import CapacityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.tier import victims as victims_module
+from kvbridge.tier import residence as victims_module
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.examples import fewer

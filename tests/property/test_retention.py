@@ -8,7 +8,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.prefixes import Retention
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.victims import Claim
+from kvbridge.tier.retention import Claim
 from tests.helpers.examples import fewer
 from tests.helpers.prefix_recount import check_index
 

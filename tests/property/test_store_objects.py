@@ -14,7 +14,7 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.pool.memory.layout import HostLayout, host_placement
 from kvbridge.pool.memory.pools import MemoryPool
-from kvbridge.tier.stores.objects import ObjectForm, Outcome, encode_trailer, is_object_name, object_name, read_trailer
+from kvbridge.tier.stores.objects import ObjectForm, Outcome, is_object_name
 from tests.helpers.examples import fewer
 from tests.helpers.manifests import new_region
 
@@ -47,7 +47,7 @@ forms = region_sets().map(ObjectForm)
 @st.composite
 def trailers(draw: st.DrawFn) -> tuple[ObjectForm, bytes, int, bytes]:
     form, key, digest = draw(forms), draw(keys), draw(st.integers(0, 2**32 - 1))
-    return form, key, digest, encode_trailer(form, key, digest)
+    return form, key, digest, form.trailer(key, digest)
 
 
 @fewer(3)
@@ -55,14 +55,14 @@ def trailers(draw: st.DrawFn) -> tuple[ObjectForm, bytes, int, bytes]:
 def test_a_header_says_what_it_was_made_to_say_and_is_a_miss_once_it_has_changed(made, data: st.DataObject):
     form, key, digest, trailer = made
     assert form.object_bytes == len(trailer) + sum(form.lengths)
-    assert read_trailer(form, key, trailer) == digest
+    assert form.read_trailer(key, trailer) == digest
     changed = bytearray(trailer)
     for place in data.draw(st.lists(st.integers(0, len(trailer) - 1), min_size=1, max_size=4, unique=True)):
         changed[place] ^= data.draw(st.integers(1, 255))
-    assert isinstance(read_trailer(form, key, bytes(changed)), Outcome)
+    assert isinstance(form.read_trailer(key, bytes(changed)), Outcome)
     cut = data.draw(st.integers(0, len(trailer) - 1))
-    assert isinstance(read_trailer(form, key, trailer[:cut]), Outcome)
-    assert isinstance(read_trailer(form, key, trailer + data.draw(st.binary(min_size=1, max_size=9))), Outcome)
+    assert isinstance(form.read_trailer(key, trailer[:cut]), Outcome)
+    assert isinstance(form.read_trailer(key, trailer + data.draw(st.binary(min_size=1, max_size=9))), Outcome)
 
 
 @fewer(3)
@@ -70,11 +70,11 @@ def test_a_header_says_what_it_was_made_to_say_and_is_a_miss_once_it_has_changed
 def test_a_header_of_something_else_is_a_miss(made, other_form: ObjectForm, other_key: bytes):
     form, key, _, trailer = made
     if other_key != key:
-        assert read_trailer(form, other_key, trailer) is Outcome.OTHER_KEY
-        assert object_name(form, key) != object_name(form, other_key)
+        assert form.read_trailer(other_key, trailer) is Outcome.OTHER_KEY
+        assert form.object_name(key) != form.object_name(other_key)
     if other_form.name != form.name:
-        assert isinstance(read_trailer(other_form, key, trailer), Outcome)
-        assert object_name(form, key) != object_name(other_form, key)
+        assert isinstance(other_form.read_trailer(key, trailer), Outcome)
+        assert form.object_name(key) != other_form.object_name(key)
 
 
 @fewer(3)
@@ -82,7 +82,7 @@ def test_a_header_of_something_else_is_a_miss(made, other_form: ObjectForm, othe
 def test_a_form_is_the_same_in_any_order_and_another_for_any_other_fact(regions: list[Region], data: st.DataObject):
     form = ObjectForm(regions)
     assert ObjectForm(data.draw(st.permutations(regions))).name == form.name
-    assert is_object_name(object_name(form, bytes(16)))
+    assert is_object_name(form.object_name(bytes(16)))
     index = data.draw(st.integers(0, len(regions) - 1))
     one = regions[index]
     change = data.draw(
@@ -146,7 +146,7 @@ def test_what_cannot_be_an_object_is_refused():
     with pytest.raises(UnsupportedError, match="host memory"):
         ObjectForm([region.model_copy(update={"memory": MemoryKind.VRAM})])
     with pytest.raises(InvalidInputError, match="16 bytes"):
-        object_name(ObjectForm([region]), b"short")
+        ObjectForm([region]).object_name(b"short")
 
 
 @pytest.mark.parametrize(

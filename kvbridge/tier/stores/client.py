@@ -29,7 +29,6 @@ from kvbridge.tier.stores.objects import (
     NODE_TO_STORE,
     STORE_TO_NODE,
     Answer,
-    Capabilities,
     ObjectForm,
     Outcome,
     PageIds,
@@ -42,8 +41,6 @@ from kvbridge.tier.stores.objects import (
     check_request,
     framed,
     length_of,
-    names_of,
-    object_name,
 )
 
 log = structlog.get_logger(__name__)
@@ -166,14 +163,11 @@ class StoreClient:
         setup = StoreSetup(
             settings=settings.model_dump_json(), forms=tuple(map(tuple, forms)), model=model, calls=CALLS
         )
-        self._setup = framed(NODE_TO_STORE.encode_body(setup))
-        self._log_level = log_level
+        self._setup, self._log_level = framed(NODE_TO_STORE.encode_body(setup)), log_level
         self._child = SupervisedChild("the store process", self._live, self._ended)
         self._closing = False
-        self.capabilities: Capabilities | None = None
-        """The store's, while the process takes orders, else None."""
         self.why_not = "the store process has not been started"
-        """The reason why the process takes no orders."""
+        """The reason why the process takes no orders; empty while it takes them."""
         self._under_way: dict[int, Operation] = {}
         """Operations that are not settled, by number."""
         self._answered = 0
@@ -210,7 +204,7 @@ class StoreClient:
         if waits:
             await asyncio.wait(waits, timeout=timeout_s / 2)
         self._closing = True
-        self._take_no_more("the node ends")
+        self.why_not = "the node ends"
         process = self._child.process
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -223,26 +217,25 @@ class StoreClient:
     def begin(
         self, verb: Verb, form: int, keys: Keys = NO_KEYS, pages: PageIds = NO_PAGES, *, timeout_s: float
     ) -> Operation:
-        """Begin a request; see Verb for the outcomes. Raises InvalidInputError for what can never work.
+        """Begin a request; see Verb for the outcomes. Raises InvalidInputError for a request that can never work.
 
-        `keys`: none for CLEAR, else at most `BATCH_LIMIT`, better `capabilities.batch`. `pages`, for PUT and GET: int32 of shape
-        (keys, spaces of the form, in the order of their names); in use until the operation is settled.
+        `keys`: none for CLEAR, else at most `BATCH_LIMIT`. `pages`, for PUT and GET: int32 of shape (keys, spaces of the form, in
+        the order of their names); in use until the operation is settled.
         """
         known = self._forms[form] if verb is Verb.CLEAR else check_request(self._forms, form, keys)
         if verb in {Verb.PUT, Verb.GET}:
             known.check(pages, len(keys))
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        names = [names_of(known)] if verb is Verb.CLEAR else [object_name(known, key) for key in keys.to_list()]
+        names = [known.prefix] if verb is Verb.CLEAR else [known.object_name(key) for key in keys.to_list()]
         operation = Operation(verb, known, names)
         remembers = verb in {Verb.GET, Verb.HAS}
         operation.asked = [
             index for index, name in enumerate(operation.names) if not (remembers and self._failed.has(name, now_s))
         ]
         without = Answer.of_all(Outcome.ABSENT, len(names), detail="the object was missing a moment ago")
-        is_ready = self.capabilities is not None
-        if operation.asked and not (is_ready and self.breaker.admits(now_s)):
-            why = "the store has failed too often, and is asked again after a pause" if is_ready else self.why_not
+        if operation.asked and (self.why_not or not self.breaker.admits(now_s)):
+            why = self.why_not or "the store has failed too often, and is asked again after a pause"
             without, operation.asked = Answer.of_all(Outcome.UNREACHABLE, len(names), detail=why), []
         if not operation.asked:
             self._end(operation, without)
@@ -279,7 +272,7 @@ class StoreClient:
             outcomes = [Outcome.ABSENT] * len(operation.names)
             for index, outcome in zip(operation.asked, report.outcomes, strict=True):
                 outcomes[index] = outcome
-            self._judge(operation, Answer(tuple(outcomes), report.settled, report.detail, report.cleared))
+            self._judge(operation, report.model_copy(update={"outcomes": tuple(outcomes)}))
         if report.settled:
             del self._under_way[report.number]
             self._settle(operation)
@@ -290,10 +283,9 @@ class StoreClient:
         operation = self._under_way[number]
         detail = f"the store did not answer within {timeout_s:g} s"
         self._judge(operation, Answer.of_all(Outcome.TIMED_OUT, len(operation.names), settled=False, detail=detail))
-        why = (
-            f"a {operation.verb} did not end within {self._limits.settle_s:g} s of its deadline (store_limits.settle_s)"
-        )
-        operation.timer = asyncio.get_running_loop().call_later(self._limits.settle_s, self._kill, why)
+        settle_s = self._limits.settle_s
+        why = f"a {operation.verb} did not end within {settle_s:g} s of its deadline (store_limits.settle_s)"
+        operation.timer = asyncio.get_running_loop().call_later(settle_s, self._kill, why)
 
     def _judge(self, operation: Operation, answer: Answer) -> None:
         """Give the answer of an order, and count what it says about the store."""
@@ -331,7 +323,7 @@ class StoreClient:
     # ------------------------------------------------------------------ the process
 
     async def _live(self) -> None:
-        self._take_no_more("the store process is being started")
+        self.why_not = "the store process is being started"
         arguments = ("--log-level", self._log_level, "--parent", str(os.getpid()))
         process = await self._child.launch("kvbridge.tier.stores.process", *arguments, stdin=PIPE, stdout=PIPE)
         assert process.stdin is not None
@@ -342,7 +334,7 @@ class StoreClient:
         late = asyncio.get_running_loop().call_later(start_s, self._kill, why)
         try:
             await self._read(process.stdout, late)
-            self._take_no_more("its output has ended")
+            self.why_not = "its output has ended"
             if not self._closing:
                 self._child.kill()
             await process.wait()
@@ -358,8 +350,8 @@ class StoreClient:
                     case StoreReady() as ready:
                         late.cancel()
                         if not self._child.why and not self._closing:
-                            self.capabilities, self.why_not = ready.capabilities, ""
-                            log.info("store_process_ready", pid=self.pid, store=ready.capabilities.kind)
+                            self.why_not = ""
+                            log.info("store_process_ready", pid=self.pid, store=ready.kind)
                     case StoreFailed() as failed:
                         self._child.why = f"it cannot open the store, or go on with it: {failed.message}"
                     case StoreReport() as report:
@@ -367,12 +359,12 @@ class StoreClient:
         except (asyncio.IncompleteReadError, OSError):
             return  # the process ends
         except FrameError as error:
-            self._kill(f"it sent what is no message of a store process: {error}")
+            self._kill(f"it sent bytes that are no message of a store process: {error}")
 
     def _ended(self, end: ChildEnd) -> None:
         """Settle everything: the process has ended, so nothing reads or writes pages any more."""
         reason = end.why or end.how
-        self._take_no_more(f"the store process has ended: {reason}")
+        self.why_not = f"the store process has ended: {reason}"
         operations, self._under_way = list(self._under_way.values()), {}
         detail = f"the store process ended meanwhile: {reason}"
         for operation in operations:
@@ -383,11 +375,8 @@ class StoreClient:
             remedy = "it is started again after a pause; until then prefixes that only the store has are computed"
             log.error("store_process_gone", reason=reason, remedy=remedy)
 
-    def _take_no_more(self, why: str) -> None:
-        self.capabilities, self.why_not = None, why
-
     def _kill(self, why: str) -> None:
         """End the process, however it hangs. Harmless when it has ended."""
-        self._take_no_more(why)
+        self.why_not = why
         if self._child.kill(why):
             log.warning("store_process_killed", pid=self.pid, why=why)

@@ -30,7 +30,8 @@ import structlog
 from kvbridge.config.tier import FileStoreSettings
 from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.core.process import monotonic
-from kvbridge.tier.stores.objects import Answer, Capabilities, Outcome, StoredObject, Stretches, is_object_name
+from kvbridge.pool.memory.shared_mapping import opened
+from kvbridge.tier.stores.objects import Answer, Outcome, StoredObject, Stretches, is_object_name
 
 log = structlog.get_logger(__name__)
 
@@ -49,11 +50,11 @@ class FileStore:
 
     Calls come from several threads, and never raise for the state of the store or of an object. Names in one request are distinct.
     The memory of a request stays valid as long as this process, and the store may use it until an answer that is settled. A call
-    returns soon after `until_s` (`time.monotonic`) if it can; a caller who needs a firm deadline uses the store through a process
-    of its own (`client`).
+    returns soon after `until_s` (`time.monotonic`) if it can. For a firm deadline, a process of its own uses the store (`client`).
     """
 
-    capabilities = Capabilities(kind="files", batch=4)
+    kind, batch = "files", 4
+    """`batch`: objects that the store moves together. It takes more, and moves one batch after the other."""
 
     def __init__(self, settings: FileStoreSettings) -> None:
         """Open the directory and count its objects. Raises ConfigError when it cannot be used."""
@@ -65,11 +66,12 @@ class FileStore:
         self._turn = cycle(_FOLDERS)
         """The folders, in the order in which they are searched for old objects."""
         directory = self._directory
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             try:
                 self._root = _open_private(directory)
-                opened.callback(os.close, self._root)
-                os.close(self._open(".", os.O_WRONLY | os.O_TMPFILE))
+                stack.callback(os.close, self._root)
+                with opened(".", os.O_WRONLY | os.O_TMPFILE, dir_fd=self._root):
+                    pass
                 for folder in _FOLDERS:
                     with suppress(FileExistsError):
                         os.mkdir(folder, 0o700, dir_fd=self._root)
@@ -79,7 +81,7 @@ class FileStore:
                     f"the store's directory {directory} cannot be used: {error}; it must be on a file system of this host that "
                     "this user may write and that knows files without a name (O_TMPFILE: ext4, xfs, btrfs, tmpfs)"
                 ) from error
-            self._closing = opened.pop_all()
+            self._closing = stack.pop_all()
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
         """Keep objects whole, or not at all: STORED, or why not. An object of the same name may stay as it is.
@@ -115,7 +117,7 @@ class FileStore:
 
         answer = _each(_FOLDERS, until_s, clear_folder)
         worst = next((outcome for outcome in answer.outcomes if outcome is not Outcome.DROPPED), Outcome.DROPPED)
-        return Answer((worst,), detail=answer.detail, cleared=cleared)
+        return Answer(outcomes=(worst,), detail=answer.detail, cleared=cleared)
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
         """Take the memory (address, length) of all later requests. Files are read into any memory."""
@@ -140,7 +142,7 @@ class FileStore:
         length = each.length_bytes
         if length > self._max_bytes:
             return Outcome.FULL
-        with _closing(self._open(".", os.O_WRONLY | os.O_TMPFILE)) as descriptor:
+        with opened(".", os.O_WRONLY | os.O_TMPFILE, dir_fd=self._root) as descriptor:
             if _move(_pwritev, descriptor, each.stretches) != length:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _used(descriptor)
@@ -152,24 +154,20 @@ class FileStore:
         return Outcome.STORED
 
     def _read(self, each: StoredObject) -> Outcome:
+        length = each.length_bytes
         try:
-            descriptor = self._open(_path(each.name), os.O_RDONLY)
+            with opened(_path(each.name), os.O_RDONLY, dir_fd=self._root) as descriptor:
+                if os.fstat(descriptor).st_size != length or _move(_preadv, descriptor, each.stretches) != length:
+                    return Outcome.SHORT
+                _used(descriptor)
         except FileNotFoundError:
             return Outcome.ABSENT
-        with _closing(descriptor):
-            length = each.length_bytes
-            if os.fstat(descriptor).st_size != length or _move(_preadv, descriptor, each.stretches) != length:
-                return Outcome.SHORT
-            _used(descriptor)
         return Outcome.HIT
 
     def _remove(self, name: str, until_s: float) -> Outcome:
         with self._alone(until_s):
             self._unlink(name)
         return Outcome.DROPPED
-
-    def _open(self, path: str, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
 
     def _length(self, name: str) -> int | None:
         try:
@@ -229,7 +227,7 @@ class FileStore:
         return sorted(found), sum(length for _, _, length in found) * len(_FOLDERS) / looked
 
     def _list(self, folder: str) -> Iterator[tuple[int, str, int]]:
-        with _closing(self._open(folder, os.O_RDONLY | os.O_DIRECTORY)) as descriptor, os.scandir(descriptor) as files:
+        with opened(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root) as found, os.scandir(found) as files:
             for file in files:
                 if is_object_name(file.name):
                     with suppress(FileNotFoundError):  # another daemon was faster
@@ -278,7 +276,7 @@ def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) 
             detail = f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
             log.warning("store_file_failed", outcome=outcome.value, reason=detail)
         outcomes.append(outcome)
-    return Answer(tuple(outcomes), detail=detail)
+    return Answer(outcomes=tuple(outcomes), detail=detail)
 
 
 def _move(call: Callable[..., int], descriptor: int, stretches: Stretches) -> int:
@@ -293,11 +291,3 @@ def _move(call: Callable[..., int], descriptor: int, stretches: Stretches) -> in
         if moved != some[:, 1].sum():
             break
     return offset
-
-
-@contextmanager
-def _closing(descriptor: int) -> Iterator[int]:
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

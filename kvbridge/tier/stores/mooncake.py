@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvbridge.config.tier import MooncakeStoreSettings
 from kvbridge.config.transports import MooncakeProtocol
 from kvbridge.core.errors import WITH_LIBRARIES, NotReadyError, RegistrationError, TransportError
 from kvbridge.core.process import monotonic
-from kvbridge.tier.stores.objects import BROKEN, Answer, Capabilities, Outcome, StoredObject
+from kvbridge.tier.stores.objects import BROKEN, Answer, Outcome, StoredObject
 
 ADAPTERS = Path("/sys/class/infiniband")
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
@@ -47,9 +46,7 @@ READ_OUTCOMES = {
     INVALID: Outcome.SHORT,
     LEASE_EXPIRED: Outcome.TIMED_OUT,  # so slow that other bytes may have come into the place meanwhile
     CHECKSUM: Outcome.WRONG_DIGEST,
-    **dict.fromkeys(
-        RPC_FAILED, Outcome.UNREACHABLE
-    ),  # the library could not ask where the object is, so nothing was moved
+    **dict.fromkeys(RPC_FAILED, Outcome.UNREACHABLE),  # it could not ask where the object is, so nothing was moved
 }
 WRITE_OUTCOMES = {
     0: Outcome.STORED,
@@ -67,7 +64,7 @@ PRESENCE = {1: Outcome.PRESENT, 0: Outcome.ABSENT}
 class MooncakeStore:
     """Objects in a Mooncake Store, with the methods of `FileStore`; deadlines are not kept. Calls end with the process at last."""
 
-    capabilities = Capabilities(kind="mooncake", batch=16)
+    kind, batch = "mooncake", 16
 
     def __init__(self, settings: MooncakeStoreSettings) -> None:
         """Connect to the master.
@@ -124,11 +121,11 @@ class MooncakeStore:
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:  # noqa: ARG002 - see the class
         answer = _ask(READ_OUTCOMES | PRESENCE, len(names), lambda: self._library.batch_is_exist(list(names)))
-        return replace(answer, settled=True)  # it moves nothing
+        return answer.model_copy(update={"settled": True})  # it moves nothing
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:  # noqa: ARG002 - see the class
         answer = _ask(REMOVE_OUTCOMES, len(names), lambda: self._library.batch_remove(list(names), True))
-        return replace(answer, settled=True)
+        return answer.model_copy(update={"settled": True})
 
     def clear(self, prefix: str, until_s: float) -> Answer:  # noqa: ARG002 - see the class
         try:
@@ -137,7 +134,7 @@ class MooncakeStore:
             return Answer.of_all(Outcome.UNREACHABLE, 1, detail=f"mooncake failed: {error}")
         if code < 0:
             return Answer.of_all(Outcome.UNREACHABLE, 1, detail=f"mooncake answered {code}")
-        return Answer((Outcome.DROPPED,), cleared=code)
+        return Answer(outcomes=(Outcome.DROPPED,), cleared=code)
 
     def close(self) -> None:
         self._library.close()
@@ -172,4 +169,5 @@ def _ask(meanings: dict[int, Outcome], count: int, call: Callable[[], list[int]]
     odd = sorted({code for code in codes if meanings.get(code, Outcome.UNREACHABLE) in BROKEN})
     settled = meanings.keys() >= set(codes) and monotonic() - begun_s < TRANSFER_WAIT_S
     detail = f"mooncake answered {', '.join(map(str, odd))}" if odd else ""
-    return Answer(tuple(meanings.get(code, Outcome.UNREACHABLE) for code in codes), settled, detail)
+    outcomes = tuple(meanings.get(code, Outcome.UNREACHABLE) for code in codes)
+    return Answer(outcomes=outcomes, settled=settled, detail=detail)

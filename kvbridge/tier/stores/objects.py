@@ -1,22 +1,20 @@
 """Objects of a store: requests and outcomes, the form of an object with its trailer, messages to the store process.
 
-An object is one page with all components and layers: its parts, each the page of one layer of one component, without anything
-between them, in the order of components' names and layers, and then a trailer. The parts thus lie in files as they lie in memory,
-aligned to the operating system's pages: with 64 bytes before them, copies took a fifth longer. The trailer, all numbers
-little-endian:
+An object is one page with all components and layers: its parts, each the page of one layer of one component, side by side in the
+order of components' names and layers, and then a trailer. The parts thus lie in files as they lie in memory, aligned to the
+operating system's pages: with 64 bytes before them, copies took a fifth longer. The trailer, all numbers little-endian:
 
 | bytes | what |
 |---|---|
 | 8 | `kvbpage` and the version |
-| 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths, and the node's word which model it is |
+| 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths, and the model as the node states it |
 | 16 | key, made of page keys and a namespace (`tier.keys`): model, revision, fingerprint, adapter, all tokens up to a page's end |
 | 8 | bytes of all parts |
 | 4 | their CRC-32C, as of one stretch |
 | 12 | BLAKE2b of these 52 bytes |
 
 Two objects have the same name only if their bytes must be the same, whichever node has computed them. A reader can tell whether an
-object belongs to its name. Digests find accidents, not malice: whoever may write into a store can give a wrong page a right
-trailer.
+object belongs to its name. Digests find accidents, not malice: a writer of the store can give a wrong page a right trailer.
 
 A message is its length as an unsigned 32-bit little-endian integer, then so many bytes from its codec. Messages go over the store
 process's standard input and output, which only the node and the process hold: the pipes end with either process.
@@ -28,13 +26,12 @@ import hashlib
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
 from kvbridge.core.geometry.manifest import Region
@@ -109,22 +106,24 @@ BROKEN = frozenset({Outcome.TIMED_OUT, Outcome.UNREACHABLE})
 """The store is at fault, not the object. Go on without the object, and ask again later. The breaker counts these."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+Reason = Annotated[str, AfterValidator(lambda text: text[:REASON_CHARS])]
+
+
+class Answer(FrozenModel):
     """The outcomes of a request, in the order of its objects."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: Annotated[tuple[Outcome, ...], Field(max_length=BATCH_LIMIT)]
     settled: bool = True
     """True if nothing reads or writes the request's memory any more. If false, only the end of this process is a proof of that."""
-    detail: str = ""
+    detail: Reason = ""
     """The reason when the store was at fault, for the log."""
-    cleared: int = 0
+    cleared: NonNegative = 0
     """Number of objects that a CLEAR has removed."""
 
     @classmethod
-    def of_all(cls, outcome: Outcome, count: int, *, settled: bool = True, detail: str = "") -> Answer:
+    def of_all(cls, outcome: Outcome, count: int, *, settled: bool = True, detail: str = "") -> Self:
         """Return an answer with the same outcome for every object."""
-        return cls((outcome,) * count, settled, detail)
+        return cls(outcomes=(outcome,) * count, settled=settled, detail=detail)
 
     @property
     def failed(self) -> bool:
@@ -148,14 +147,6 @@ class StoredObject(NamedTuple):
         return int(self.stretches[:, 1].sum())
 
 
-class Capabilities(FrozenModel):
-    """The properties of a store."""
-
-    kind: str
-    batch: Positive
-    """Objects that the store moves together. It takes more, and moves one batch after the other."""
-
-
 # ------------------------------------------------------------------------------------------- the form of objects
 
 
@@ -177,6 +168,8 @@ class ObjectForm:
             for region in ordered
         ]
         self.name = _hash(FORM_DOMAIN + "".join([*words, model]).encode(), 16)
+        self.prefix = f"{self.name.hex()}-"
+        """The beginning of the names of all objects of this form, and of no others."""
         heads = [not index or not _together(ordered[index - 1], region) for index, region in enumerate(ordered)]
         runs = np.flatnonzero(heads)
         self.lengths: list[int] = np.add.reduceat([region.page_bytes for region in ordered], runs).tolist()
@@ -215,12 +208,36 @@ class ObjectForm:
         return found
 
     def stretches(self, trailers: int, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return the `base.Stretches` of each object: its `addresses`, then its trailer. Trailers lie side by side."""
+        """Return the stretches of each object: its `addresses`, then its trailer. Trailers lie side by side."""
         found = np.empty((len(addresses), len(self.lengths) + 1, 2), dtype=np.uint64)
         found[:, :-1, 0] = addresses
         found[:, -1, 0] = trailers + np.arange(len(addresses)) * TRAILER_BYTES
         found[:, :, 1] = [*self.lengths, TRAILER_BYTES]
         return found
+
+    def object_name(self, key: bytes) -> str:
+        """Return the name of an object in a store. Raises InvalidInputError for bytes that are no page key."""
+        if len(key) != KEY_BYTES:
+            raise InvalidInputError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
+        return f"{self.prefix}{key.hex()}"
+
+    def trailer(self, key: bytes, digest: int) -> bytes:
+        """Return the trailer of an object. `digest`: the CRC-32C of its parts."""
+        head = _HEAD.pack(MAGIC, VERSION, self.name, key, self.payload_bytes, digest)
+        return head + _hash(head, _CHECK_BYTES)
+
+    def read_trailer(self, key: bytes, data: bytes) -> int | Outcome:
+        """Return the digest that a trailer states, or the outcome for a trailer that is not of this form and key. Never raises."""
+        if len(data) != TRAILER_BYTES:
+            return Outcome.WRONG_DIGEST
+        magic, version, name, found_key, payload_bytes, digest = _HEAD.unpack_from(data)
+        if magic == MAGIC and version != VERSION:
+            return Outcome.OTHER_VERSION
+        if magic != MAGIC or _hash(data[:-_CHECK_BYTES], _CHECK_BYTES) != data[-_CHECK_BYTES:]:
+            return Outcome.WRONG_DIGEST
+        if (name, found_key, payload_bytes) != (self.name, key, self.payload_bytes):
+            return Outcome.OTHER_KEY
+        return int(digest)
 
 
 def _together(one: Region, next_one: Region) -> bool:
@@ -228,18 +245,6 @@ def _together(one: Region, next_one: Region) -> bool:
     same = ("space", "pages_per_extent", "page_count", "page_stride_bytes")
     ends = tuple(address + one.page_bytes for address in one.extent_addresses)
     return ends == next_one.extent_addresses and all(getattr(one, name) == getattr(next_one, name) for name in same)
-
-
-def names_of(form: ObjectForm) -> str:
-    """Return the beginning of the names of all objects of a form, and of no others."""
-    return f"{form.name.hex()}-"
-
-
-def object_name(form: ObjectForm, key: bytes) -> str:
-    """Return the name of an object in a store. Raises InvalidInputError for what is no page key."""
-    if len(key) != KEY_BYTES:
-        raise InvalidInputError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
-    return f"{form.name.hex()}-{key.hex()}"
 
 
 def linked(keys: Keys) -> Keys:
@@ -262,30 +267,8 @@ def part_keys(key: bytes, parts: int) -> Keys:
 
 
 def is_object_name(name: str) -> bool:
-    """Return whether `object_name` can have made this name."""
+    """Return whether `ObjectForm.object_name` can have made this name."""
     return _NAME.fullmatch(name) is not None
-
-
-def encode_trailer(form: ObjectForm, key: bytes, digest: int) -> bytes:
-    """Return the trailer of an object. `digest`: the CRC-32C of its parts."""
-    head = _HEAD.pack(MAGIC, VERSION, form.name, key, form.payload_bytes, digest)
-    return head + _hash(head, _CHECK_BYTES)
-
-
-def read_trailer(form: ObjectForm, key: bytes, data: bytes) -> int | Outcome:
-    """Return the digest that a trailer states, or the outcome for a trailer that is not of this form and key. Never raises."""
-    if len(data) != TRAILER_BYTES:
-        return Outcome.WRONG_DIGEST
-    magic, version, name, found_key, payload_bytes, digest = _HEAD.unpack_from(data)
-    if magic != MAGIC:
-        return Outcome.WRONG_DIGEST
-    if version != VERSION:
-        return Outcome.OTHER_VERSION
-    if _hash(data[:-_CHECK_BYTES], _CHECK_BYTES) != data[-_CHECK_BYTES:]:
-        return Outcome.WRONG_DIGEST
-    if (name, found_key, payload_bytes) != (form.name, key, form.payload_bytes):
-        return Outcome.OTHER_KEY
-    return int(digest)
 
 
 def check_request(forms: Sequence[ObjectForm], form: int, keys: Keys) -> ObjectForm:
@@ -304,8 +287,6 @@ def _hash(data: bytes, size: int) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------- messages
-
-Reason = Annotated[str, Field(max_length=REASON_CHARS)]
 
 
 class StoreSetup(FrozenModel):
@@ -326,7 +307,7 @@ class StoreReady(FrozenModel):
     """Process to node: the store is open, the memory is mapped and registered."""
 
     type: Literal["store_ready"] = "store_ready"
-    capabilities: Capabilities
+    kind: str
 
 
 class StoreFailed(FrozenModel):
@@ -351,15 +332,12 @@ class StoreOrder(FrozenModel):
     """The process does not begin after this, by the clock that all processes of the host share (CLOCK_MONOTONIC)."""
 
 
-class StoreReport(FrozenModel):
+class StoreReport(Answer):
     """Process to node: the end of an order. Unless `settled`, its pages may be touched as long as this process lives."""
 
     type: Literal["store_report"] = "store_report"
     number: Positive
-    outcomes: Annotated[tuple[Outcome, ...], Field(max_length=BATCH_LIMIT)]
     settled: bool
-    detail: Reason = ""
-    cleared: NonNegative = 0
 
 
 NodeToStore = Annotated[StoreSetup | StoreOrder, Field(discriminator="type")]

@@ -31,7 +31,6 @@ from kvbridge.config.tier import FileStoreSettings, StoreSettings
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.process import monotonic
-from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.kernels.digest import checksum
 from kvbridge.pool.memory.layout import registered_extents
 from kvbridge.pool.memory.pools import MappedRegions
@@ -58,12 +57,8 @@ from kvbridge.tier.stores.objects import (
     StoreSetup,
     Verb,
     check_request,
-    encode_trailer,
     framed,
     length_of,
-    names_of,
-    object_name,
-    read_trailer,
 )
 
 if TYPE_CHECKING:
@@ -121,18 +116,18 @@ class PageStore:
     def ask(self, verb: Verb, form: int, keys: Keys = NO_KEYS, pages: PageIds = NO_PAGES, *, until_s: float) -> Answer:
         """Carry out a request. See `StoreClient.begin` for its arguments, and Verb for the outcomes.
 
-        Raises InvalidInputError for what names no page, and nothing for what the store does. The pages are in use until an answer
-        that is settled. A page that was not a `hit` is undefined; bad objects are dropped.
+        Raises InvalidInputError for a request that names no page, and nothing for the store's state. The pages are in use until an
+        answer that is settled. A page that was not a `hit` is undefined; bad objects are dropped.
         """
         if verb is Verb.CLEAR:
-            return self.store.clear(names_of(self.forms[form]), until_s)
+            return self.store.clear(self.forms[form].prefix, until_s)
         known = check_request(self.forms, form, keys)
         if verb in {Verb.PUT, Verb.GET}:
             known.check(pages, len(keys))
             return self._move(verb, known, keys, pages, until_s)
         if monotonic() >= until_s:
             return Answer.of_all(Outcome.TIMED_OUT, len(keys), detail=LATE)
-        names = [object_name(known, key) for key in keys.to_list()]
+        names = [known.object_name(key) for key in keys.to_list()]
         return self.store.present(names, until_s) if verb is Verb.HAS else self.store.remove(names, until_s)
 
     def close(self) -> None:
@@ -146,7 +141,7 @@ class PageStore:
             trailers = self._free.get(timeout=max(0.0, until_s - monotonic()))
         except queue.Empty:
             return Answer.of_all(Outcome.TIMED_OUT, len(keys), detail=LATE)
-        request, batch = _Request(form, keys, pages, trailers, self._digests), self.store.capabilities.batch
+        request, batch = _Request(form, keys, pages, trailers, self._digests), self.store.batch
         if verb is Verb.PUT:
             request.begin(request.write_trailer, range(min(len(keys), batch)))
         outcomes: list[Outcome] = []
@@ -161,10 +156,10 @@ class PageStore:
                 outcomes += answer.outcomes
             else:
                 answer = self.store.read(objects, until_s)
-                hits = [at for at, outcome in enumerate(answer.outcomes, first) if outcome is Outcome.HIT]
                 if answer.settled:
+                    hits = [at for at, outcome in enumerate(answer.outcomes, first) if outcome is Outcome.HIT]
                     request.begin(request.compare, hits)
-                # Pages that are not settled may change under our eyes, and so may the trailers.
+                # Pages that are not settled may still change, and so may the trailers.
                 hit = Outcome.HIT if answer.settled else Outcome.TIMED_OUT
                 outcomes += [hit if outcome is Outcome.HIT else outcome for outcome in answer.outcomes]
             settled = answer.settled
@@ -179,10 +174,10 @@ class PageStore:
             self.store.remove([*bad], until_s)
         if settled:  # else the store may still look at the trailers
             self._free.put(trailers)
-        late = len(keys) - len(outcomes)
-        if late:
+        if late := len(keys) - len(outcomes):
+            outcomes += [Outcome.TIMED_OUT] * late
             details.add(LATE)
-        return Answer((*outcomes, *[Outcome.TIMED_OUT] * late), settled, "; ".join(sorted(details - {""})))
+        return Answer(outcomes=tuple(outcomes), settled=settled, detail="; ".join(sorted(details - {""})))
 
 
 class _Request:
@@ -193,7 +188,7 @@ class _Request:
     ) -> None:
         self._form, self._keys, self._trailers, self._digests = form, keys.to_list(), trailers, digests
         self._addresses = form.addresses(pages)
-        names = (object_name(form, key) for key in self._keys)
+        names = map(form.object_name, self._keys)
         self.objects = list(map(StoredObject, names, form.stretches(trailers.ctypes.data, self._addresses)))
         self.wrong: dict[int, Outcome] = {}
         self._under_way: list[Future[None]] = []
@@ -203,19 +198,19 @@ class _Request:
         self._under_way += [self._digests.submit(task, index) for index in indexes]
 
     def finish(self) -> None:
-        """Wait for the end of all of it. Raises what a thread has raised: nobody must take its page for compared."""
+        """Wait until all of it has ended. Raises the error of a thread: nobody must take its page for compared."""
         under_way, self._under_way = self._under_way, []
         for future in under_way:
             future.result()
 
     def write_trailer(self, index: int) -> None:
         """Make the trailer of an object, whose page is whole."""
-        trailer = encode_trailer(self._form, self._keys[index], self._checksum(index))
+        trailer = self._form.trailer(self._keys[index], self._checksum(index))
         self._trailers[index] = np.frombuffer(trailer, dtype=np.uint8)
 
     def compare(self, index: int) -> None:
         """Compare an object that has come with what it must be."""
-        expected = read_trailer(self._form, self._keys[index], self._trailers[index].tobytes())
+        expected = self._form.read_trailer(self._keys[index], self._trailers[index].tobytes())
         if isinstance(expected, Outcome):
             self.wrong[index] = expected
         elif expected != self._checksum(index):
@@ -238,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log-level", default="info")
     given = parser.parse_args(arguments)
     end_with_parent(given.parent, signal.SIGKILL)
-    # What libraries print goes to the log, not between our messages.
+    # Lines that libraries print go to the log, not between our messages.
     link = _Link(sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     configure_logs(names={}, level=given.log_level, form="json")
@@ -253,9 +248,9 @@ def main(arguments: list[str] | None = None) -> int:
         store = PageStore(open_store(settings), forms, model=setup.model, calls=setup.calls)
     except BridgeError as error:
         log.error("store_cannot_open", code=error.code, reason=str(error))
-        link.send(StoreFailed(message=str(error)[:REASON_CHARS]))
+        link.send(StoreFailed(message=str(error)))
         return EXIT_FAILED
-    link.send(StoreReady(capabilities=store.store.capabilities))
+    link.send(StoreReady(kind=store.store.kind))
     orders: queue.SimpleQueue[StoreOrder] = queue.SimpleQueue()
     for number in range(setup.calls):
         threading.Thread(target=_work, args=(store, orders, link), name=f"store {number}", daemon=True).start()
@@ -273,18 +268,10 @@ def _work(store: PageStore, orders: queue.SimpleQueue[StoreOrder], link: _Link) 
             keys = Keys(order.keys)
             pages = np.frombuffer(order.pages, dtype="<i4").reshape(max(1, len(keys)), -1)
             answer = store.ask(order.verb, order.form, keys, pages, until_s=order.until_s)
-            link.send(
-                StoreReport(
-                    number=order.number,
-                    outcomes=answer.outcomes,
-                    settled=answer.settled,
-                    detail=answer.detail[:REASON_CHARS],
-                    cleared=answer.cleared,
-                )
-            )
+            link.send(StoreReport(number=order.number, **dict(answer)))
     except BridgeError as error:
         log.error("store_cannot_go_on", code=error.code, reason=str(error))
-        link.send(StoreFailed(message=str(error)[:REASON_CHARS]))
+        link.send(StoreFailed(message=str(error)))
         os._exit(EXIT_FAILED)
     except Exception:  # nobody knows any more what other calls do, but they end with this process
         log.exception("store_thread_failed")

@@ -9,8 +9,18 @@ import pytest_asyncio
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.daemon.kept_journal import NO_PAGE, Contents, Held, KeptHeader, entry_bases, read_header, read_journal
-from kvbridge.daemon.kept_pools import KeptJournal, Restored, RestoredCopies
+from kvbridge.daemon.kept_pools import (
+    NO_PAGE,
+    Contents,
+    Held,
+    KeptHeader,
+    KeptJournal,
+    Restored,
+    RestoredCopies,
+    entry_bases,
+    read_header,
+    read_journal,
+)
 from tests.helpers.prefix_bench import PrefixBench, keys
 from tests.helpers.prefix_recount import check_cache
 

@@ -15,8 +15,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.messages import DeviceAllocationRequest
-from kvbridge.daemon.kept_journal import KeptHeader
-from kvbridge.daemon.kept_pools import Restored
+from kvbridge.daemon.kept_pools import KeptHeader, Restored
 from kvbridge.daemon.layout import NodeLayout, load_geometry, plan_memory
 from kvbridge.daemon.memory import NodeMemory, require_memory_directory
 from kvbridge.pool.memory.pools import MappedRegions

@@ -70,7 +70,7 @@ class Store:
     async def _end(self, operation: Operation, found: tuple[Outcome, ...]) -> None:
         if operation.verb is Verb.GET:
             await self.may_answer.wait()
-        operation.answer.set_result(Answer(found))
+        operation.answer.set_result(Answer(outcomes=found))
         operation.settled.set_result(None)
 
 

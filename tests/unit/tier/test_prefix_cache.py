@@ -9,7 +9,7 @@ from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.victims import Claim, Retentions
+from kvbridge.tier.retention import Claim, Retentions
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.prefix_bench import FULL, FULL_COPY, SWA, SWA_COPY, PrefixBench, keys
 from tests.helpers.prefix_recount import check_cache

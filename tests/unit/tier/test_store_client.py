@@ -13,7 +13,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.messages import FileOrigin, SharedRegion
 from kvbridge.processes import ChildEnd, EndCause
 from kvbridge.tier.stores.client import FIRST_OPEN_S, LONGEST_OPEN_S, Breaker, BreakerState, FailedKeys, StoreClient
-from kvbridge.tier.stores.objects import Capabilities, Outcome, StoreOrder, StoreReport, Verb
+from kvbridge.tier.stores.objects import Outcome, StoreOrder, StoreReport, Verb
 from tests.helpers.manifests import new_region
 from tests.helpers.stored_pages import ids, new_keys
 
@@ -30,7 +30,7 @@ class Case:
         shared = SharedRegion(region=region, origins=(FileOrigin(path="/dev/shm/none"),))
         settings = FileStoreSettings(directory=Path("/none"), max_bytes=1)
         self.client = StoreClient(settings, [[shared]], StoreLimits(failures=1, settle_s=TIMEOUT_S, **limits))
-        self.client.capabilities, self.client.why_not = Capabilities(kind="fake", batch=1), "there is none"
+        self.client.why_not = ""
         self.orders: list[StoreOrder] = []
         self.killed: list[str] = []
         self.client._send = self.orders.append  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_while_the_breaker_is_open_or_there_is_no_process_nothing_is_sent():
     assert closed.settled.done()
     assert "too often" in closed.answer.result().detail
     case.client.breaker._until_s = 0.0
-    case.client.capabilities = None
+    case.client.why_not = "there is none"
     assert "there is none" in case.get().answer.result().detail
     assert len(case.orders) == 1
     assert case.state is BreakerState.OPEN, "nobody was asked, so nobody has failed"
