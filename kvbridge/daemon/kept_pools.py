@@ -394,7 +394,9 @@ class RestoredCopies:
             await self._compare()
         except Exception as error:
             found.refused_pages = named - found.restored_pages
-            found.refused = f"the comparison of kept pages has failed ({error!r}); please report it"
+            found.refused = (
+                f"the comparison of kept pages has failed ({type(error).__name__}: {error}); please report it"
+            )
             log.exception("kept_pools_refused", pages=found.refused_pages, reason=found.refused)
         found.waiting_pages, found.lost_pages = 0, named - found.restored_pages - found.refused_pages
         if _TAKER in self._book:
