@@ -35,7 +35,8 @@ class Engine:
         self.calls: queue.Queue[Call] = queue.Queue()
         self._answers: dict[str, queue.Queue[dict[str, Any]]] = {}
         self._stepwise = False
-        self._step_tokens = self._core.scheduler.max_num_scheduled_tokens
+        # vLLM asks this of each step of a prompt, when it knows what of the prompt is cached.
+        self._core.scheduler._reserve_prefill_lookahead = self._end_chunk_before_last_token
         self._preempted = self._drafted = 0
         self.ends = threading.Event()
 
@@ -52,8 +53,6 @@ class Engine:
     def _step(self, works: bool) -> None:
         if not works:
             return
-        if self._stepwise:
-            self._end_chunk_before_last_token()
         before = {one.request_id: one.num_preemptions for one in self._core.scheduler.running}
         for output in self._llm.step():
             if output.finished and (answers := self._answers.pop(output.request_id, None)):
@@ -64,13 +63,10 @@ class Engine:
         if not self._core.scheduler.running:
             time.sleep(IDLE_S)
 
-    def _end_chunk_before_last_token(self) -> None:
-        """Have the last token of the only prompt computed in a step of its own, as a pair does."""
-        scheduler = self._core.scheduler
-        for one in scheduler.requests.values():
-            if not one.is_finished():
-                left = one.num_prompt_tokens - 1 - one.num_computed_tokens
-                scheduler.max_num_scheduled_tokens = min(self._step_tokens, max(1, left))
+    def _end_chunk_before_last_token(self, request: Any, computed: int, tokens: int) -> int:
+        """Return for how many tokens a step continues a prompt: in step mode the last one has a step of its own, as a pair has it."""
+        last = request.num_prompt_tokens - 1
+        return last - computed if self._stepwise and computed < last < computed + tokens else tokens
 
     def _take(self, path: str, body: dict[str, Any], answers: queue.Queue[dict[str, Any]]) -> None:
         scheduler = self._core.scheduler
@@ -89,7 +85,6 @@ class Engine:
         else:
             self._answers[body["id"]] = answers
             self._stepwise = body["stepwise"]
-            scheduler.max_num_scheduled_tokens = self._step_tokens
             transfer = body.get("transfer")
             sampling = SamplingParams(
                 temperature=0.0,

@@ -93,14 +93,12 @@ def test_every_length_in_plain_order(fleet: Engines) -> None:
 
 @pytest.mark.parametrize("fleet", [*LENGTHS, *RANKS], indirect=True, scope="module")
 def test_lengths_in_paired_order_and_behind_what_decode_has(fleet: Engines) -> None:
-    """Prompts of two and more begin as one that decode has; prefill has the beginning, too. Not where steps have to be the same."""
-    shared = [] if fleet.stepwise else prompt(400, f"shared by {fleet.kind}")
+    """Prompts begin as one that decode has, and three each begin alike on prefill."""
+    shared = prompt(400, f"shared by {fleet.kind}")
     for order in ("plain", "paired"):
-        beginnings = [shared[:tokens] or fresh(tokens) for tokens in (64, 128, 200, 256, 400)]
-        asked = [[*beginning, *fresh(further)] for beginning in beginnings for further in (1, 31, 70)]
+        asked = [[*shared[:tokens], *fresh(more)] for tokens in (64, 128, 200, 256, 400) for more in (1, 31, 70)]
         fleet.expect(asked, TOKENS)
-        if shared:
-            fleet.servers["decode"].ask(shared, 1)
+        fleet.servers["decode"].ask(shared, 1)
         fleet.assert_right(asked, fleet.paired(asked, TOKENS, order=order))
     fleet.servers["decode"].forget()
 
