@@ -64,7 +64,7 @@ class Engine:
             time.sleep(IDLE_S)
 
     def _end_chunk_before_last_token(self, request: Any, computed: int, tokens: int) -> int:
-        """Return for how many tokens a step continues a prompt: in step mode the last one has a step of its own, as a pair has it."""
+        """Return for how many tokens a step continues a prompt: in step mode the last one has its own, as in a pair."""
         last = request.num_prompt_tokens - 1
         return last - computed if self._stepwise and computed < last < computed + tokens else tokens
 
