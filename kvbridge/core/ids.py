@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -98,21 +98,16 @@ def field_docs(kind: type) -> dict[str, str]:
 
 @cache
 def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
-    """Return the fields of every class at the top of a module; empty when its source is not there."""
-    if not name.startswith("kvbridge."):
-        return {}
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[name]))
-    except OSError:
-        return {}
-    return {node.name: dict(_docs_of_class(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
-
-
-def _docs_of_class(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, below in pairwise(node.body):
-        match field, below:
-            case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
-                yield name, " ".join(text.split())
+    """Return the docstrings of the fields of every class at the top of a module; empty when its source is not there."""
+    found: dict[str, dict[str, str]] = {}
+    with suppress(OSError):
+        tree = ast.parse(inspect.getsource(sys.modules[name]) if name.startswith("kvbridge.") else "")
+        for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+            for pair in pairwise(kind.body):
+                match pair:
+                    case ast.AnnAssign(target=ast.Name(field)), ast.Expr(ast.Constant(str(text))):
+                        found.setdefault(kind.name, {})[field] = " ".join(text.split())
+    return found
 
 
 class Rank(FrozenModel):

@@ -16,7 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, PageIdArray, Pages, Positive
+from kvbridge.core.plan.operations import IndexArray, PageArray
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageBook
 from kvbridge.tier.host_copies import HostCopies
@@ -204,23 +205,23 @@ class PageDigests:
     """Digests of pages in memory of this process. Any thread may ask."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self._of_space: dict[IndexSpace, list[Region]] = {}
-        for region in regions:
-            self._of_space.setdefault(region.space, []).append(region)
+        self._of_space: dict[IndexSpace, list[tuple[PageArray, IndexArray]]] = {}
+        """Neighbouring regions of one form, in their order: where their pages are, and the length of a page of each."""
+        for (space, _), alike in groupby(regions, key=lambda region: (region.space, region.form)):
+            group = list(alike)
+            lengths = np.array([region.page_bytes for region in group])
+            self._of_space.setdefault(space, []).append((PageArray.of(group), lengths))
 
     def __call__(self, pages: Sequence[Place]) -> int:
         """Return one digest of all bytes of some pages, which must not be written meanwhile."""
-        starts, lengths = [], []
-        for region, page in ((region, page) for space, page in pages for region in self._of_space[space]):
-            extent, index = divmod(page, region.pages_per_extent)
-            starts.append(region.extent_addresses[extent] + index * region.page_stride_bytes)
-            lengths.append(region.page_bytes)
-        checksums = raw_checksums(np.array(starts, dtype=np.uint64), np.array(lengths, dtype=np.int64), MemoryKind.DRAM)
-        return int(crc32c(checksums.tobytes()))
+        places = ((page, *group) for space, page in pages for group in self._of_space[space])
+        found = [(array.addresses(np.array([page]))[:, 0], lengths) for page, array, lengths in places]
+        starts, lengths = map(np.concatenate, zip(*found, strict=True))
+        return int(crc32c(raw_checksums(starts, lengths, MemoryKind.DRAM).tobytes()))
 
     def size_bytes(self, pages: Sequence[Place]) -> int:
         """Return the number of bytes of these pages."""
-        return sum(region.page_bytes for space, _ in pages for region in self._of_space[space])
+        return sum(int(lengths.sum()) for space, _ in pages for _, lengths in self._of_space[space])
 
 
 class KeptJournal:

@@ -41,7 +41,7 @@ class DigestWork:
         destination: Tables,
     ) -> None:
         """`source`: pages where the rows are read. `destination`: pages where the peer (or this rank itself) keeps the rows."""
-        self.sums = DigestSums.of_section(geometry, section)
+        self.sums = DigestSums(geometry, section)
         self._pieces = digest_pieces(groups, section, source, destination)
         self._present: DigestPieces | None = None
         self._checksums: list[ChecksumArray] = []

@@ -39,9 +39,9 @@ class Request:
             block[:] = self.naive.expected[key]
 
     def room_sums(self, allowed: frozenset[DigestKey] | None = None) -> DigestSums:
-        return DigestSums.of_room(
-            self.geometry, prompt_tokens=self.scenario.prompt, prefix_tokens=self.scenario.prefix, allowed=allowed
-        )
+        prompt, prefix = self.scenario.prompt, self.scenario.prefix
+        whole = Section(prompt_tokens=prompt, prefix_tokens=prefix, start_token=0, stop_token=prompt)
+        return DigestSums(self.geometry, whole, allowed=allowed)
 
     def sent(self) -> DigestSums:
         """The digests that all source ranks report together, section by section."""
@@ -57,7 +57,7 @@ class Request:
             ]
             of_writer = self.room_sums()
             for section in self.scenario.sections(self.rng):
-                sums = DigestSums.of_section(self.geometry, section)
+                sums = DigestSums(self.geometry, section)
                 groups = sent_groups(pairings, section.layers)
                 self.compute(sums, groups, section, self.source, self.destination)
                 for part in sums.parts():

@@ -111,7 +111,7 @@ def test_parts_lie_where_their_regions_say(regions: list[Region], data: st.DataO
         expected[one.component, one.layer] = address, one.page_bytes
     found = [
         address + at
-        for address, length in zip(form.addresses(row).tolist(), form.lengths, strict=True)
+        for address, length in zip(*form.addresses(row.reshape(1, -1)).tolist(), form.lengths, strict=True)
         for at in range(length)
     ]
     assert found == [address + at for _, (address, length) in sorted(expected.items()) for at in range(length)]

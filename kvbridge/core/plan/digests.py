@@ -1,10 +1,8 @@
-"""Digests of pages: the bytes of each, their places, the sums of many digests, and the arithmetic of CRC-32C.
+"""Digests of pages: their bytes in memory, their sums, and the arithmetic of CRC-32C.
 
 The digest of a page is the raw CRC-32C of the page as the destination keeps it, without its padding and with zeros where the
-request has no live row. Several writers compute digests from their own rows, and the exclusive or of these is the page's.
-
-A digest is known by component, destination lanes, layer and logical page, and not by the destination rank: ranks that keep the same
-lanes keep the same bytes.
+request has no live row. Each writer computes digests from its own rows; their exclusive or is the page's. A digest is known by
+component, destination lanes, layer and logical page, but not by rank: ranks with the same lanes keep the same bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry, RowInterval
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import MOST_PAGES, FrozenModel, MemoryKind, NonNegative, Positive, Tables
 from kvbridge.core.plan.operations import AddressArray, IndexArray, Section, split_rows
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
@@ -31,7 +29,7 @@ ChecksumArray = npt.NDArray[np.uint32]
 MAX_PART_BYTES = 4 * MOST_PAGES
 """Bytes of digests in one message. A page table cannot name more pages of one layer."""
 PIECES_AT_ONCE = 4_096
-"""Pieces of several layers that are found together, about."""
+"""The approximate number of pieces, of several layers, that are found together."""
 
 
 class DigestKind(StrEnum):
@@ -69,7 +67,7 @@ class PageDigests(FrozenModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DigestPieces:
-    """Contiguous stretches of memory, each inside one page of one layer; int64 arrays of equal length but for the first three."""
+    """Contiguous stretches of memory, each inside one page of one layer: arrays of equal length, int64 but for `address`."""
 
     key: DigestKey
     memory: MemoryKind
@@ -80,7 +78,7 @@ class DigestPieces:
     page: IndexArray
     """Logical pages; a page has several pieces where its rows are not contiguous."""
     address: AddressArray
-    """Virtual addresses in the computing process, uint64."""
+    """uint64; virtual, in the computing process."""
     length: IndexArray
     """Bytes, at least 1."""
     behind: IndexArray
@@ -91,7 +89,7 @@ class DigestPieces:
 
 
 def sent_groups(pairings: Iterable[Pairing], layers: tuple[int, ...] | None) -> list[LayerGroup]:
-    """Return the groups that a source rank sends of some layers to all ranks of a peer; equal ones only once."""
+    """Return the groups of some layers that a source rank sends to all ranks of a peer; equal groups only once."""
     seen: set[tuple[DigestKey, int]] = set()
     groups = []
     for pairing in pairings:
@@ -113,10 +111,9 @@ def key_of(group: LayerGroup) -> DigestKey:
 def digest_pieces(
     groups: Sequence[LayerGroup], section: Section, source: Tables, destination: Tables
 ) -> Iterator[DigestPieces]:
-    """Yield every piece of memory on the source's side that holds live rows of a section, a few thousand at once.
+    """Yield the pieces of the source's memory that hold live rows of a section, a few thousand at once. Raises as `plan` does.
 
-    The source is the side that computes: a receiver is both sides of what it holds (`held_groups`). Raises as `plan` does for
-    tables that do not fit.
+    The source is the side that computes. A receiver is both sides of the groups that it holds (`held_groups`).
     """
     for part in pages_to_send(groups, section, source, destination):
         group, pages = part.group, part.split.full
@@ -175,40 +172,22 @@ class _Component:
 class DigestSums:
     """Digests of all layers of some logical pages; absent ones count as 0. 4 bytes for each page of each layer."""
 
-    def __init__(self, live: Mapping[Component, RowInterval], *, allowed: frozenset[DigestKey] | None = None) -> None:
-        """`live`: the rows of each component that the digests may be about. `allowed`: the keys (None: any)."""
-        self._components = {
-            component.kind: _Component(
-                rows={layer: row for row, layer in enumerate(component.layers)},
-                lanes=component.lanes,
-                pages=split_rows(component, rows).touched if rows.count else range(0),
-            )
-            for component, rows in live.items()
-        }
+    def __init__(
+        self, geometry: ModelGeometry, section: Section, *, allowed: frozenset[DigestKey] | None = None
+    ) -> None:
+        """The digests may be about the rows that `section` adds, and have the keys `allowed` (None: any)."""
+        self._components: dict[ComponentKind, _Component] = {}
+        for component in geometry.components:
+            rows = section.added_rows(component)
+            pages = split_rows(component, rows).touched if rows.count else range(0)
+            numbers = {layer: row for row, layer in enumerate(component.layers)}
+            self._components[component.kind] = _Component(numbers, component.lanes, pages)
         self._allowed = allowed
         self._sums: dict[DigestKey, ChecksumArray] = {}
         self._layers: dict[DigestKey, set[int]] = {}
 
-    @classmethod
-    def of_room(
-        cls,
-        geometry: ModelGeometry,
-        *,
-        prompt_tokens: int,
-        prefix_tokens: int,
-        allowed: frozenset[DigestKey] | None = None,
-    ) -> Self:
-        """Return the sums of a whole request."""
-        live = {part: part.live_rows(prompt_tokens, prefix_tokens) for part in geometry.components}
-        return cls(live, allowed=allowed)
-
-    @classmethod
-    def of_section(cls, geometry: ModelGeometry, section: Section) -> Self:
-        """Return the sums of the rows that one section adds."""
-        return cls({part: section.added_rows(part) for part in geometry.components})
-
     def add(self, key: DigestKey, layer: IndexArray, page: IndexArray, values: ChecksumArray) -> None:
-        """Add a contribution to the digest of each (layer, page); places may repeat. They are the caller's own."""
+        """Add the caller's own values to the digests of these (layer, page); a place may come several times."""
         sums, component = self._array(key), self._components[key.component]
         distinct, which = np.unique(layer, return_inverse=True)
         rows = np.array([component.rows[one] for one in distinct.tolist()])
@@ -216,7 +195,7 @@ class DigestSums:
         self._layers[key].update(distinct.tolist())
 
     def merge(self, entries: Iterable[PageDigests]) -> None:
-        """Add the digests of another process. Raises InvalidInputError, naming it, for one that cannot be of this request."""
+        """Add the digests of another process. Raises InvalidInputError, naming the entry, for one that cannot be of the request."""
         for entry in entries:
             component = self._check(entry)
             rows = [component.rows[layer] for layer in entry.layers]
@@ -252,7 +231,7 @@ class DigestSums:
         return found
 
     def parts(self) -> Iterator[tuple[PageDigests, ...]]:
-        """Yield all digests, as many together as one message carries."""
+        """Yield all digests, cut into what one message carries."""
         part: list[PageDigests] = []
         room = MAX_PART_BYTES
         for key, sums in self._sums.items():
@@ -280,7 +259,7 @@ class DigestSums:
             yield tuple(part)
 
     def mismatches(self, found: DigestSums, key: DigestKey, layers: Sequence[int]) -> Iterator[Mismatch]:
-        """Yield where these layers of `found` differ from these sums, in ascending order. Both are about the same pages."""
+        """Yield where `found`, which is about the same pages, differs from these sums in some layers; ascending."""
         if key not in self._sums and key not in found._sums:
             return
         component = self._components[key.component]
@@ -299,8 +278,8 @@ class DigestSums:
 # ------------------------------------------------------------------------------------------- CRC-32C
 
 # The *raw* checksum of bytes (register 0 at the start, no inversion at the end) is their polynomial over GF(2) times x^32, modulo
-# the generator of Castagnoli. So it is linear: the raw checksum of a whole is the exclusive or of those of its parts, each times
-# x^(8n) for the n bytes that follow the part. Zeros in front change nothing, so only bytes at fixed places are compared by it. A
+# the generator of Castagnoli. Raw checksums are linear: that of a whole is the exclusive or of those of its parts, each times
+# x^(8n) for the n bytes that follow the part. Zeros in front change nothing, hence only bytes at fixed places are compared. A
 # checksum is a uint32 whose highest bit is the coefficient of x^0, as every library stores it.
 
 GENERATOR = 0x82F63B78
@@ -325,7 +304,7 @@ def product(left: int, right: int) -> int:
 
 @lru_cache(maxsize=4_096)
 def bytes_power(count: int) -> int:
-    """Return x^(8 * count): what a raw checksum is multiplied by when `count` bytes follow. Requires count >= 0."""
+    """Return x^(8 * count), the factor of a raw checksum when `count` >= 0 bytes follow."""
     result, square = ONE, _X8
     while count:
         if count & 1:
@@ -337,7 +316,7 @@ def bytes_power(count: int) -> int:
 
 @lru_cache(maxsize=4_096)
 def _multiples(count: int) -> tuple[int, ...]:
-    """Return x^(8 * count) times each power of x that a bit of a checksum stands for, the lowest bit first."""
+    """Return x^(8 * count) times the power of x of each bit of a checksum, the lowest bit first."""
     multiple, found = bytes_power(count), []
     for _ in range(32):
         found.append(multiple)
@@ -346,7 +325,7 @@ def _multiples(count: int) -> tuple[int, ...]:
 
 
 def followed_by(checksums: ChecksumArray, counts: npt.NDArray[np.int64]) -> ChecksumArray:
-    """Return what each raw checksum becomes when that many bytes of zeros follow; two arrays of equal length."""
+    """Return the raw checksums when so many bytes of zeros follow each; two arrays of equal length."""
     if not counts.any():
         return checksums
     distinct, which = np.unique(counts, return_inverse=True)

@@ -12,6 +12,7 @@ from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.digests import DigestKey, DigestSums, Mismatch
+from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import destination_regions
 from kvbridge.core.wire.messages import Digests, Done, to_wire
 from kvbridge.core.wire.worker_messages import Digested, Verify
@@ -46,7 +47,8 @@ class Verification:
                     layers.append(layer)
         allowed = frozenset((*self._host, *(key for held in self._held.values() for key in held)))
         prompt, prefix = room.prompt_tokens, room.prefix_tokens
-        sums = partial(DigestSums.of_room, geometry, prompt_tokens=prompt, prefix_tokens=prefix, allowed=allowed)
+        whole = Section(prompt_tokens=prompt, prefix_tokens=prefix, start_token=0, stop_token=prompt)
+        sums = partial(DigestSums, geometry, whole, allowed=allowed)
         self._expected = sums()
         self._parts: Counter[Rank] = Counter()
         self._found = {rank: sums() for rank in self._held}

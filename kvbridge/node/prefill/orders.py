@@ -6,7 +6,7 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.pages import further_tables, joined_tables
 from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.plan.digests import DigestSums
-from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.plan.operations import Section, add_amounts
 from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire.messages import Digests, Done, PathLost, to_wire
@@ -95,8 +95,9 @@ class SendingRooms(Rooms[PrefillRoom]):
             case Digested():
                 try:
                     if work.digests is None:
-                        prompt, prefix, geometry = room.prompt_tokens, room.prefix_tokens, self.geometry
-                        work.digests = DigestSums.of_room(geometry, prompt_tokens=prompt, prefix_tokens=prefix)
+                        prompt, prefix = room.prompt_tokens, room.prefix_tokens
+                        whole = Section(prompt_tokens=prompt, prefix_tokens=prefix, start_token=0, stop_token=prompt)
+                        work.digests = DigestSums(self.geometry, whole)
                     work.digests.merge(message.digests)
                 except BridgeError as error:
                     self.fail(room, error.code, f"rank {message.rank}: {error}")

@@ -27,15 +27,17 @@ import re
 import struct
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from itertools import groupby
 from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import AfterValidator, Field
 
-from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive
+from kvbridge.core.plan.operations import AddressArray, PageArray
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, FrameError, FrameFault, MessageCodec
 from kvbridge.core.wire.messages import REASON_CHARS, SharedRegion
 from kvbridge.tier.keys import KEY_BYTES, Keys, Link
@@ -179,15 +181,11 @@ class ObjectForm:
         self.object_bytes = TRAILER_BYTES + self.payload_bytes
         self.spaces: tuple[IndexSpace, ...] = tuple(sorted({region.space for region in ordered}))
         """The spaces of a page's ids, in the order in which requests name them."""
-        self._columns = np.array([self.spaces.index(region.space) for region in ordered])
-        self._per_extent = np.array([region.pages_per_extent for region in ordered], dtype=np.int64)
-        self._strides = np.array([region.page_stride_bytes for region in ordered], dtype=np.int64)
-        counts = [len(region.extent_addresses) for region in ordered]
-        self._first_extents = np.cumsum([0, *counts[:-1]])
-        self._addresses = np.array([one for region in ordered for one in region.extent_addresses], dtype=np.int64)
-        self._page_counts = [
-            min(region.page_count for region in ordered if region.space is space) for space in self.spaces
+        self._arrays = [
+            (self.spaces.index(space), PageArray.of(list(alike)))
+            for (space, _), alike in groupby(ordered, key=lambda region: (region.space, region.form))
         ]
+        """The pages of neighbouring stretches of one form, each with the place of its space."""
 
     def check(self, pages: PageIds, count: int) -> None:
         """Raise InvalidInputError unless `pages` has a row for each of `count` objects, with the id of a page in each space."""
@@ -195,19 +193,14 @@ class ObjectForm:
             raise InvalidInputError(
                 f"each of {count} objects needs a page id of each of {', '.join(self.spaces)}, got ids of shape {pages.shape}"
             )
-        for column, (space, existing) in enumerate(zip(self.spaces, self._page_counts, strict=True)):
-            wrong = (pages[:, column] < 0) | (pages[:, column] >= existing)
-            if wrong.any():
-                page = pages[wrong, column][0]
-                raise PageOutOfBoundsError(f"page {page} of space {space} does not exist; there are {existing}")
+        for column, array in self._arrays:
+            array.require(pages[:, column])
 
-    def addresses(self, pages: PageIds) -> npt.NDArray[np.int64]:
-        """Return the addresses of each stretch of pages: shape (..., stretches). `pages`: ids of shape (..., spaces)."""
-        extents, indexes = np.divmod(pages[..., self._columns].astype(np.int64), self._per_extent)
-        found: npt.NDArray[np.int64] = self._addresses[self._first_extents + extents] + indexes * self._strides
-        return found
+    def addresses(self, pages: PageIds) -> AddressArray:
+        """Return the addresses of the stretches of pages, whose ids have been checked: shape (objects, stretches)."""
+        return np.concatenate([array.addresses(pages[:, column]) for column, array in self._arrays]).T
 
-    def stretches(self, trailers: int, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    def stretches(self, trailers: int, addresses: AddressArray) -> AddressArray:
         """Return the stretches of each object: its `addresses`, then its trailer. Trailers lie side by side."""
         found = np.empty((len(addresses), len(self.lengths) + 1, 2), dtype=np.uint64)
         found[:, :-1, 0] = addresses

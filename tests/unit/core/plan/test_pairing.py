@@ -11,7 +11,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ComponentKind as Kind
 from kvbridge.core.ids import MOST_PAGES, IndexSpace as Space, Rank
 from kvbridge.core.plan import digests
-from kvbridge.core.plan.operations import byte_intervals, find_runs
+from kvbridge.core.plan.operations import Section, byte_intervals, find_runs
 from kvbridge.core.plan.pairing import Demand, Pairing, Stripe, shortfall
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Digests
@@ -152,8 +152,9 @@ MHA = ComponentKind.MHA_KV
 ALL = digests.DigestKey(MHA, 0, 4)
 
 
-def room(prompt: int = 40, prefix: int = 0, **fields) -> digests.DigestSums:
-    return digests.DigestSums.of_room(GEOMETRY, prompt_tokens=prompt, prefix_tokens=prefix, **fields)
+def room(prompt: int = 40, prefix: int = 0, geometry=GEOMETRY, **fields) -> digests.DigestSums:
+    whole = Section(prompt_tokens=prompt, prefix_tokens=prefix, start_token=0, stop_token=prompt)
+    return digests.DigestSums(geometry, whole, **fields)
 
 
 def entry(layers=(0,), first: int = 0, values=(1,), lanes=(0, 4), kind=MHA) -> digests.PageDigests:
@@ -177,7 +178,7 @@ def put(sums: digests.DigestSums, layers, pages, values, key: digests.DigestKey 
     ids=["two million tokens of a large model", "as many pages as a table names"],
 )
 def test_digests_go_into_several_messages(geometry, tokens):
-    sums = digests.DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
+    sums = room(tokens, geometry=geometry)
     random = np.random.default_rng(1)
     total = 0
     for component in geometry.components:
@@ -195,7 +196,7 @@ def test_digests_go_into_several_messages(geometry, tokens):
     for number, part in enumerate(parts):
         message = Digests(room=1, generation=1, writer=Rank(pp=0, tp=0), part=number, digests=part)
         assert PEER.decode(PEER.encode(Envelope(sender="a", body=message))).body == message
-    again = digests.DigestSums.of_room(geometry, prompt_tokens=tokens, prefix_tokens=0)
+    again = room(tokens, geometry=geometry)
     for part in parts:
         again.merge(part)
     for component in geometry.components:
