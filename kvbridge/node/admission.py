@@ -383,11 +383,6 @@ class AdmissionController:
     # ------------------------------------------------------------------ for operators
 
     @property
-    def waiting(self) -> int:
-        """Count the waiting requests."""
-        return len(self._queue)
-
-    @property
     def starved_s(self) -> float:
         """How long not even one page of each space could be given out; 0 while one can."""
         return 0.0 if self._starved_since_s is None else self._clock() - self._starved_since_s

@@ -307,10 +307,8 @@ class Engines:
 
     def _connection_ended(self, name: str, process: PeerProcess) -> None:
         if self.gone(name, "its connection has ended", followed=process.followed):
-            process.when_ended(lambda: self._process_ended(name))
-
-    def _process_ended(self, name: str) -> None:
-        asyncio.get_running_loop().call_later(self._settle_s, self.ended, name)
+            loop = asyncio.get_running_loop()
+            process.when_ended(lambda: loop.call_later(self._settle_s, self.ended, name))
 
     def gone(self, name: str, reason: str, *, followed: bool) -> bool:
         """Fail the rooms of an engine whose connection has ended.

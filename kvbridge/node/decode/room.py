@@ -81,12 +81,10 @@ class DecodeRoom(Room[DecodeState]):
     writers: dict[str, WriterNode] = field(default_factory=dict)
     """The writers by incarnation; empty before every node is known."""
     metadata: dict[str, bytes] = field(default_factory=dict)
-    expected: dict[str, frozenset[Rank]] = field(default_factory=dict)
+    expected: dict[str, tuple[Rank, ...]] = field(default_factory=dict)
     """The engines attached at the first claim, and the ranks that each serves: every rank is to read the room."""
-    claimed_by: set[str] = field(default_factory=set)
-    """Engines that have claimed the room; those of `users` have not released it."""
-    claimed_ranks: set[Rank] = field(default_factory=set)
-    """The ranks of the engines that have claimed the room."""
+    claims: dict[str, tuple[Rank, ...]] = field(default_factory=dict)
+    """The engines that have claimed the room, and the ranks that each serves; those of `users` have not released it."""
     answers: dict[str, StatedAnswer | None] = field(default_factory=dict)
     """Accepted statements of engines about the generated answer, at their release; None: no statement."""
     answered_by: set[Rank] = field(default_factory=set)
@@ -151,7 +149,8 @@ class DecodeRoom(Room[DecodeState]):
     @property
     def awaited(self) -> set[str]:
         """Engines that are expected to claim the room: they serve a rank without a claim."""
-        return {engine for engine, ranks in self.expected.items() if not ranks <= self.claimed_ranks}
+        claimed = {rank for ranks in self.claims.values() for rank in ranks}
+        return {engine for engine, ranks in self.expected.items() if not claimed.issuperset(ranks)}
 
     def lose(self, engine: str) -> bool:
         """Stop expecting an engine; return whether the room fails without it."""
@@ -162,7 +161,7 @@ class DecodeRoom(Room[DecodeState]):
     def answer(self) -> StatedAnswer | None:
         """The statement that every engine which claimed the room has made; None while one is missing, or they differ."""
         said = set(self.answers.values())
-        return said.pop() if len(said) == 1 and self.answers.keys() == self.claimed_by else None
+        return said.pop() if len(said) == 1 and self.answers.keys() == self.claims.keys() else None
 
     @property
     def active(self) -> list[WriterNode]:

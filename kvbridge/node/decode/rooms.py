@@ -335,18 +335,17 @@ class DecodeRooms(WrittenRooms):
             raise ConflictError(f"{name} is not committed yet (state '{room.user_state}')")
         if room.state not in ARRIVED:
             raise RoomFailedError(f"{name} is over ({room.user_state}): {room.reason or 'released'}")
-        if engine.name in room.claimed_by:
+        if engine.name in room.claims:
             raise ConflictError(f"{name} was already claimed by this engine")
         self.require_same_prompt(room, message, room.end_keys)
         room.end_keys.add(message.end_key)
         if room.state is DecodeState.COMMITTED:
-            room.expected = {name: frozenset(ranks) for name, ranks in self.engines.serving().items()}
+            room.expected = self.engines.serving()
             room.claimed_s = self.clock()
             waited_s = room.phases_s["commit_to_claim"] = room.claimed_s - room.committed_s
             self.phases_ended(room, {"commit_to_claim": waited_s, "admit_to_claim": room.claimed_s - room.created_s})
-        room.claimed_by.add(engine.name)
+        room.claims[engine.name] = engine.ranks
         room.users.add(engine.name)
-        room.claimed_ranks.update(engine.ranks)
         self.advance(room, DecodeEvent.CLAIM)
         if not room.awaited:
             room.wait_until(None)  # all engines use it

@@ -79,9 +79,6 @@ class EarlyOffers:
         self._bytes: Counter[str] = Counter()
         """The size of each peer's offers."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def put(self, peer: str, message: Asking) -> bool:
         """Keep an offer; return whether there was room for it."""
         key = message.room, message.generation

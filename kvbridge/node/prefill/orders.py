@@ -34,7 +34,7 @@ class SendingRooms(Rooms[PrefillRoom]):
             return
         if self.settings.part_of_instance and not room.begun:
             return  # the engines of all nodes agree first how much of its prefix it keeps
-        if not room.open_ranks:
+        if not any(work.open for work in room.ranks.values()):
             opening = OpenRoom(
                 **room.about,
                 peer=room.peer,

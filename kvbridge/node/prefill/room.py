@@ -172,10 +172,11 @@ class PrefillRoom(Room[PrefillState]):
     def works_of(self, engine: str, ranks: tuple[Rank, ...]) -> dict[Rank, RankWork]:
         """Return the work of these ranks. Raises ConflictError unless this engine has begun the room there, and when it is over."""
         self.require_alive()
-        for rank in ranks:
-            if self.ranks[rank].engine != engine:
+        works = {rank: self.ranks[rank] for rank in ranks}
+        for rank, work in works.items():
+            if work.engine != engine:
                 raise ConflictError(f"room {self.room} was not begun on rank {rank} by this engine")
-        return {rank: self.ranks[rank] for rank in ranks}
+        return works
 
     def forget_details(self) -> None:
         """Keep the fields of a receipt."""

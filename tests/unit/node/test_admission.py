@@ -134,7 +134,7 @@ async def made():
         for task in bench.tasks:
             task.cancel()
         await asyncio.gather(*bench.tasks, return_exceptions=True)
-        assert bench.admission.waiting == 0
+        assert bench.admission.status().waiting == 0
         check_book(bench.book)
 
 
@@ -196,7 +196,7 @@ async def test_what_can_never_be_served_does_not_wait_and_the_end_refuses_everyb
     assert bench.events.refusals["queue_full"] == 1
     bench.rooms.lacking = "a worker is starting"
     await refused("not_ready", await bench.waits(7, wait_s=5))
-    assert bench.admission.waiting == 2
+    assert bench.admission.status().waiting == 2
     bench.admission.close("the daemon is shutting down")
     for task in tasks:
         assert "shutting down" in await refused("not_ready", task)
