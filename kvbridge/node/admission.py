@@ -41,9 +41,9 @@ log = structlog.get_logger(__name__)
 SHOWN_CLIENTS = 20
 SHOWN_REASONS = 3
 QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
-"""Kinds of `capacity`, for those who count refusals."""
+"""Codes of two refusals that are counted apart from the others with the code `capacity`."""
 LEFT = "left"
-"""Stands for the code of an error where the caller did not wait for one."""
+"""Code of a request whose caller left before it was answered."""
 WINDOW_S = 30.0
 """A release counts e times less after this time; after a minute it hardly counts."""
 JITTER = 0.25
@@ -51,7 +51,7 @@ JITTER = 0.25
 
 
 class ReleaseRate:
-    """Things a second, the latest counting most. The first one only starts the measurement."""
+    """Releases a second, of which the latest count most. The first release only starts the measurement."""
 
     def __init__(self) -> None:
         self._begun_s: float | None = None
@@ -150,7 +150,7 @@ class AdmissionController:
             )
 
     def admit_now(self, request: AdmissionRequest, *, engine: AdmittingEngine = OVER_HTTP) -> RoomReport:
-        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does.
+        """Admit or refuse at once, and never before a request that waits for the same pages. Raises as `admit` does.
 
         `engine`: the one that admits the room itself, if one does.
         """
@@ -159,7 +159,7 @@ class AdmissionController:
 
     @contextmanager
     def _counting(self, client: str, kind: str = "") -> Iterator[None]:
-        """Count a refusal. `kind`: stands for `capacity`."""
+        """Count a refusal. `kind`: counted in place of the code `capacity`."""
         try:
             yield
         except BridgeError as error:

@@ -94,7 +94,7 @@ class Engines:
         self._server: LocalServer[EngineToNode, NodeToEngine] | None = None
         self._attached: dict[str, AttachedEngine] = {}
         self._departed: dict[str, AttachedEngine] = {}
-        """Engines without a connection, for the end of whose process pages wait."""
+        """Engines without a connection whose process has not ended: pages wait for its end."""
 
     def serve(
         self,
@@ -171,7 +171,7 @@ class Engines:
     # ------------------------------------------------------------------ calls
 
     def handle(self, engine: str, message: EngineToNode) -> None:
-        """Carry out one call and answer it. Every error becomes a Refused answer: no engine waits in vain."""
+        """Carry out one call and answer it. Every error becomes a Refused answer, so that no engine waits in vain."""
         if not isinstance(message, Call):
             return
         retry_after_s = 0.0
@@ -307,8 +307,10 @@ class Engines:
 
     def _connection_ended(self, name: str, process: PeerProcess) -> None:
         if self.gone(name, "its connection has ended", followed=process.followed):
-            loop = asyncio.get_running_loop()
-            process.when_ended(lambda: loop.call_later(self._settle_s, self.ended, name))
+            process.when_ended(lambda: self._process_ended(name))
+
+    def _process_ended(self, name: str) -> None:
+        asyncio.get_running_loop().call_later(self._settle_s, self.ended, name)
 
     def gone(self, name: str, reason: str, *, followed: bool) -> bool:
         """Fail the rooms of an engine whose connection has ended.

@@ -68,7 +68,7 @@ class PrefixFetch:
         self._until_s = stored.clock() + stored.settings.prefetch_s
 
     async def run(self) -> None:
-        """Fetch what the store has of the prompt, and count the outcome. Never raises but when it is cancelled."""
+        """Fetch the pages of the prompt that the store has, and count the outcome. Raises only when it is cancelled."""
         stored, have = self._stored, self._have
         stop, came, is_defect = have, 0, False
         try:
@@ -96,7 +96,7 @@ class PrefixFetch:
         return self._until_s - self._stored.clock()
 
     async def _stop(self) -> int:
-        """Return up to which page the store seems to have what lacks here; `have` when that is of no use."""
+        """Return how far the store seems to have the pages that are missing here; `have` when they would be of no use."""
         keys, have = self._keys, self._have
         stop, links, found = self._stored.cache.known(keys), linked(keys), BATCH_LIMIT
         while stop < len(keys) and found == BATCH_LIMIT:
@@ -113,7 +113,7 @@ class PrefixFetch:
         left_s = self._left_s
         if left_s <= 0:
             return []
-        # The store may drop pages before its answer is here, so the look at what is to be dropped comes before the question.
+        # The store may drop pages before its answer is here, so pages that are to be dropped are looked up before it is asked.
         wanted = [form == CHECKPOINTS or key not in self._stored.to_forget for key in keys]
         found = (await self._client.begin(Verb.HAS, form, keys, timeout_s=left_s)).outcomes
         return [is_wanted and one is Outcome.PRESENT for is_wanted, one in zip(wanted, found, strict=True)]

@@ -27,7 +27,7 @@ RoomT = TypeVar("RoomT", bound=Room[Any])
 LIMITS_KEPT = 64
 """Void limits that may stay in the heap, beside four limits for each room under way."""
 LOOKED_AT = 1_000
-"""Rooms that one page of a listing looks at, whatever it asks for: the loop has other work."""
+"""One page of a listing looks at so many rooms at most: the loop has other work."""
 
 
 class RoomBook(Generic[RoomT]):

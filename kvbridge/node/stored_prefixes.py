@@ -37,7 +37,7 @@ MOST_WAITING, MOST_FORGOTTEN = 4_096, 65_536
 PAUSE_S = 1.0
 """Pause of the writer after a put that has failed."""
 JUST_THE_END = 1 << 30
-"""Stands for the first page to write of a prompt of which only a checkpoint is written."""
+"""In place of the first page to write: only the checkpoint at the prompt's end is written."""
 
 
 class StoredPrefixes:
@@ -140,7 +140,7 @@ class StoredPrefixes:
     # ------------------------------------------------------------------ from the store
 
     async def prefetch(self, keys: Keys) -> None:
-        """Bring the pages of these keys to the host that only the store has, for at most `tier.prefetch_s`.
+        """Bring those pages of these keys to the host that only the store has, for at most `tier.prefetch_s`.
 
         Requests for the same prompt wait for the same pages. The store's errors never reach the caller.
         """
@@ -164,7 +164,7 @@ class StoredPrefixes:
 
     @property
     def drops(self) -> tuple[int, int]:
-        """A value that changes with every drop: what a fetch brings that began before is not kept."""
+        """A value that changes with every drop: pages of a fetch that began before the drop are not kept."""
         return self._drops, self._forgets
 
     @property

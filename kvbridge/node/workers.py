@@ -332,8 +332,8 @@ class WorkerSet:
                 log.error("worker_failed", rank=str(worker.rank), code=message.code, reason=message.message)
             case TransportsNotBuilt():  # it tries again
                 worker.error = message.error
-                about = {"rank": worker.rank, "transports": message.transports}
-                self._events.emit(SuccessorsFailed(**about, reason=message.error))
+                failed = SuccessorsFailed(rank=worker.rank, transports=message.transports, reason=message.error)
+                self._events.emit(failed)
             case EndpointsRevoked() if worker.unended:
                 worker.revoked = message
             case _:
@@ -381,13 +381,8 @@ class WorkerSet:
         if self._early is not None:
             self._early.pop(link, None)
         worker = self._links.get(link)
-        if worker is None or self._closing:
-            return
-        if worker.child is None:
-            self._await_end(worker, link, process)
-            self.gone(worker.rank, "its connection ended")
-        else:
-            self._kill(worker, worker.child, "its connection ended")
+        if worker is not None and not self._closing:
+            self._end(worker, "its connection ended", process)
 
     def _closed(self, link: str) -> None:
         """Take leave of an engine's worker that has closed its transports: nothing waits for the end of its process."""
@@ -399,11 +394,13 @@ class WorkerSet:
             self._server.drop(link)
             self.gone(worker.rank, "its engine has closed it")
 
-    def _end(self, worker: _Worker, reason: str) -> None:
+    def _end(self, worker: _Worker, reason: str, process: PeerProcess | None = None) -> None:
+        """Give a worker up. The node's own process is killed and started again: only its end proves that it moves nothing more."""
         if worker.child is not None:
-            self._kill(worker, worker.child, reason)
+            if worker.child.kill(reason):
+                log.error("worker_killed", rank=str(worker.rank), pid=worker.child.pid, why=reason)
         elif worker.link:  # an engine's process is not the node's to end
-            self._await_end(worker, worker.link, self._server.process(worker.link))
+            self._await_end(worker, worker.link, process or self._server.process(worker.link))
             self._server.drop(worker.link)
             self.gone(worker.rank, reason)
 
@@ -419,11 +416,6 @@ class WorkerSet:
         if not worker.unended and worker.revoked is not None:
             message, worker.revoked = worker.revoked, None
             self._report(worker.rank, message)
-
-    def _kill(self, worker: _Worker, child: SupervisedChild, why: str) -> None:
-        """Kill a process, which is then started again: only its end proves that it moves nothing any more."""
-        if child.kill(why):
-            log.error("worker_killed", rank=str(worker.rank), pid=child.pid, why=why)
 
     def _process_gone(self, worker: _Worker, end: ChildEnd) -> None:
         if not self._closing:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 FORMER_KEPT = 1_024
 """Addresses whose last incarnation is remembered."""
 LINKS_A_TURN = 4
-"""Opened one after the other, before the rest of the loop has its turn."""
+"""Links that are opened in one turn of the event loop; each takes it milliseconds."""
 
 
 @dataclass(eq=False)
@@ -75,8 +75,8 @@ class Links(Protocol):
 class PrefillNodes:
     """The prefill nodes that write to this decode node.
 
-    There is a link to every address that is known here, and to no other. A few are opened in each turn of the loop, since one takes
-    milliseconds. A node that is gone may still write, or have written what is still on its way: rooms do not rely on it (`fence`).
+    There is a link to every address that is known here, and to no other; few are opened in each turn of the loop. A node that is
+    gone may still write, or its last bytes may still be on their way: the fence is what shuts it out.
     """
 
     describe: Callable[[], NodeDescription]
@@ -193,7 +193,7 @@ class PrefillNodes:
         self.rooms.nodes_changed()
 
     def _believe(self, known: _KnownPrefill, message: Welcome) -> None:
-        """Raise when a node does not fit, or cannot be the one that it says. One node may well have two addresses, with one key."""
+        """Raise when a node does not fit, or cannot be the one that it claims to be. A node may have two addresses with one key."""
         address = known.address
         us, them = "this decode node", f"the prefill node {message.name} at {address.endpoint}"
         known.features = agree(FEATURES, message.features, us=us, them=them)
