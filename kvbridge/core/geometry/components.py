@@ -1,8 +1,8 @@
-"""The components that a model keeps for each request, as data.
+"""The components that a model keeps for each request.
 
-Every component numbers its *rows* along the request: row `r` of a growing component covers tokens `[r * tokens_per_row, (r + 1) *
+Every component numbers its *rows* along the request. Row `r` of a growing component covers tokens `[r * tokens_per_row, (r + 1) *
 tokens_per_row)`; row `r` of a window or a ring is token position `r`. A request of L tokens has one live interval of rows,
-`live_rows(L)`, and every row has one place: logical page `r // rows_per_logical_page`, slot `r % slots_per_page`. A ring has fewer
+`live_rows(L)`. Every row has one place: logical page `r // rows_per_logical_page`, slot `r % slots_per_page`. A ring has fewer
 slots than rows in a logical page.
 """
 
@@ -72,12 +72,11 @@ class RowInterval(FrozenModel):
 
 
 class Component(FrozenModel):
-    """One kind of per-layer state: which layers have it, how its pages look, which rows are live.
+    """One kind of per-layer state: its layers, the form of its pages, its live rows.
 
-    A page of a rank that holds `n` of the component's `lanes` is `n` lane blocks one after another (a lane is a KV head of a
-    head-sharded component; replicated components have one lane). A lane block is, for each entry `b` of `row_parts_bytes`,
-    `slots_per_page` rows of `b` bytes: DeepSeek-V4 rows (576, 8) are stored as all values and then all scales. After the last lane
-    block the page is padded to a multiple of `page_alignment_bytes`.
+    A lane is a KV head of a head-sharded component; replicated components have one lane. A page of a rank with `n` lanes is `n`
+    lane blocks one after another, padded to a multiple of `page_alignment_bytes`. A lane block is, for each entry `b` of
+    `row_parts_bytes`, `slots_per_page` rows of `b` bytes: DeepSeek-V4 rows (576, 8) are stored as all values and then all scales.
     """
 
     kind: ComponentKind
@@ -187,7 +186,7 @@ class Component(FrozenModel):
     def published_rows(self, tokens: int, *, prompt_tokens: int, prefix_tokens: int = 0) -> RowInterval:
         """Return the rows that may be sent once the first `tokens` of `prompt_tokens` have been computed.
 
-        Growing rows are final as soon as they exist. Windows, tails and whole rows change until the last token, and go out with it.
+        Growing rows are final at once. Windows, tails and whole rows change until the last token, and go out with it.
         """
         if tokens < prompt_tokens and self.liveness is not Liveness.GROWING:
             return RowInterval(start=0, stop=0)

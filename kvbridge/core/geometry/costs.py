@@ -1,7 +1,4 @@
-"""The memory and pages of a request on a decode node, the number of requests that fit, and the hot buffer of sparse decode.
-
-Everything is reserved at admission, so a cost is that of a request's whole life. Sparse decode adds one slot of the hot buffer.
-"""
+"""The memory of a request on a decode node, from its admission to its end, and the number of requests that fit."""
 
 from __future__ import annotations
 
@@ -205,7 +202,7 @@ def hot_slot_bytes(plan: DecodePlan) -> SparseBytes:
 def fit_memory(plan: DecodePlan, cost: RequestCost, *, device_bytes: int, host_bytes: int) -> Fit:
     """Return how many such requests fit into memory that is not divided yet, on the rank's device and on its host.
 
-    Each is charged its slot of the hot buffer, so the answer is also how large the buffer would have to be; `max_requests` does not
+    Each request is charged its slot of the hot buffer. The answer is also how many slots the buffer needs; `max_requests` does not
     count.
     """
     limits = {"device memory": (device_bytes, cost.device_bytes), "host memory": (host_bytes, cost.host_bytes)}

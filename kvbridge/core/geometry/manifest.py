@@ -125,10 +125,10 @@ class RankManifest(FrozenModel):
 
 
 def fingerprint_facts(geometry: ModelGeometry) -> dict[str, Any]:
-    """Return the facts of the fingerprint: everything that decides where a byte of a request belongs.
+    """Return the facts of the fingerprint: everything that decides where a byte of a request belongs, without the model's name.
 
-    The model's name is left out: two names for the same bytes may meet. A later release that adds a field must leave the field out
-    while it has its default value, or earlier releases would not know the same model.
+    A later release that adds a field must leave the field out while it has its default, or earlier releases would not know the
+    same model.
     """
     facts = geometry.model_dump(mode="json", exclude={"name"} if geometry.facts else {"name", "facts"})
     facts["components"] = {component["kind"]: component for component in facts["components"]}
@@ -165,10 +165,10 @@ def _difference(ours: object, theirs: object, path: str) -> str | None:
 
 
 def lane_interval(component: Component, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """Return the lanes [start, stop) that a tensor-parallel rank holds.
+    """Return the lanes [start, stop) that a tensor-parallel rank holds. Each rank has a component of one lane.
 
-    One-lane components are replicated on every rank. With more ranks than lanes, neighbouring ranks hold the same lane. Raises
-    UnsupportedError when the lanes cannot be split or shared evenly.
+    With more ranks than lanes, neighbouring ranks hold the same lane. Raises UnsupportedError for lanes that cannot be split or
+    shared evenly.
     """
     if not 0 <= tp_rank < tp_size:
         raise InvalidInputError(f"tensor-parallel rank {tp_rank} does not exist among {tp_size}")
@@ -195,9 +195,9 @@ def lane_interval(component: Component, tp_rank: int, tp_size: int) -> tuple[int
 def check_manifest(manifest: RankManifest, geometry: ModelGeometry) -> None:
     """Check a manifest from another process, which is not trusted, against the model that the rank is to hold.
 
-    The work follows from the manifest's length, whatever the manifest says. Raises FingerprintMismatchError for a manifest of other
-    bytes, UnsupportedError for another manifest version, and InvalidInputError, naming rank, component and layer, for everything
-    else that cannot be true. A missing component is no error here: only the planner knows what it needs.
+    The work depends on the manifest's length only. Raises FingerprintMismatchError for a manifest of other bytes, UnsupportedError
+    for another manifest version, and InvalidInputError, naming rank, component and layer, for everything else that cannot be true.
+    A missing component is no error here: only the planner knows what it needs.
     """
     if manifest.version != MANIFEST_VERSION:
         raise UnsupportedError(
@@ -248,10 +248,10 @@ def _check_region(region: Region, geometry: ModelGeometry, *, rank: Rank, tp_siz
 def check_disjoint(regions: Sequence[Region], *, rank: Rank) -> None:
     """Raise InvalidInputError when two pages of a rank share a byte, or a page ends beyond 2**64.
 
-    Regions may interleave (`page_first` puts all layers of a page side by side), so pages must not overlap, but extents may.
-    Extents that reach into each other, or are joined by others that do, form a cluster. All extents of a cluster must have one
-    stride, and on a circle of that many bytes no page of one may lie on a page of another. The check takes extents x log(extents)
-    steps, however many pages there are; it also refuses pages that would miss each other by luck.
+    Pages must not overlap, but extents may: `page_first` puts all layers of a page side by side. Extents that reach into each
+    other, directly or through others, form a cluster. All extents of a cluster must have one stride, and on a circle of that many
+    bytes no page of one may lie on a page of another. The check takes extents x log(extents) steps, however many pages there are.
+    It also refuses pages that would miss each other by luck.
     """
     found = [
         (address, number, size - 1, region.page_stride_bytes, region.page_bytes)

@@ -1,11 +1,9 @@
 """The geometry of a model: by its name, or from its Hugging Face `config.json`.
 
 A model whose state has no exact geometry here is refused, by the key that says so: a guess would show as wrong answers, not as an
-error.
-
-Sources of the presets: the published `config.json` of each model (DeepSeek-V4's `compress_ratios`: 0 for a layer that sees its
-window only, 4 for a sparse one, 128 for a heavy one). DeepSeek-V3.2 has its latents in bf16, its indexer keys in fp8, and pages of
-64 tokens.
+error. The presets come from the published `config.json` of each model. An entry of DeepSeek-V4's `compress_ratios` is 0 for a layer
+that sees its window only, 4 for a sparse one, 128 for a heavy one. DeepSeek-V3.2 has bf16 latents, fp8 indexer keys, 64-token
+pages.
 """
 
 from __future__ import annotations
@@ -96,11 +94,11 @@ def geometry_from_config(
 ) -> ModelGeometry:
     """Return the geometry of the model that a parsed `config.json` describes.
 
-    `encoding` None or `native` stores rows as the model computes them, `native_dtype_bytes` a value, nothing padded. DeepSeek-V4
-    also knows `fp8_v4`, its production form: fp8 values with scales apart, fp8 indexer keys, fp32 compressor states. The others
-    know `bf16` and `fp32` (a sparse model's indexer keys are fp8 beside bf16 latents, as the published inference code stores them).
-    `name` defaults to the model type. Raises InvalidInputError for a missing or invalid key and UnsupportedError for a model or a
-    form that cannot be expressed; both name the key and its value.
+    `encoding` None or `native`: rows as the model computes them, `native_dtype_bytes` a value, without padding. DeepSeek-V4 also
+    has its production form `fp8_v4`: fp8 values with scales apart, fp8 indexer keys, fp32 compressor states. Other models have
+    `bf16` and `fp32`; beside bf16 latents, indexer keys are fp8, as the published inference code stores them. `name` defaults to
+    the model type. Raises InvalidInputError for a missing or invalid key, UnsupportedError for a model or form that cannot be
+    expressed; both name the key and its value.
     """
     if native_dtype_bytes not in {1, 2, 4, 8}:
         raise InvalidInputError(f"native_dtype_bytes must be 1, 2, 4 or 8, got {native_dtype_bytes}")
@@ -186,8 +184,8 @@ class _Row(NamedTuple):
     page_alignment_bytes: int = 1
 
 
-def _component(kind: ComponentKind, layers: list[int], row: _Row, **fields: Any) -> Component:  # noqa: ANN401 - as `Component` has them
-    return Component(kind=kind, layers=tuple(layers), **row._asdict(), **fields)
+def _component(kind: ComponentKind, layers: list[int], row: _Row, **fields: Any) -> Component:  # noqa: ANN401 - as `Component` has
+them     return Component(kind=kind, layers=tuple(layers), **row._asdict(), **fields)
 
 
 def _growing(

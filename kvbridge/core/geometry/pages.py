@@ -1,8 +1,7 @@
 """The pages that a request needs in each index space, and its page tables.
 
-Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more: logical page `j`
-lives in entry `(j - first) % n` of the `n` reserved ones, where `first` is the first logical page that was live at the end of the
-prompt. A page whose rows have slid out is used again for a later page.
+Window pages form a ring. A request reserves `n = pages_needed(...)[SWA]` physical pages at admission and never more. Logical page
+`j` lies in entry `(j - first) % n`, where `first` is the first logical page that was live at the end of the prompt.
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ def pages_needed(
 ) -> dict[IndexSpace, int]:
     """Return the pages to reserve in each space that the node uses, for a request that ends with `tokens` tokens.
 
-    `tokens` counts the prompt and all that decode may append. Decode begins at `prompt_tokens`; None: nothing is appended, as on a
-    prefill node. `host` names the components in the node's host pool. Raises InvalidInputError when the token counts contradict
-    each other or a component in `host` cannot live there.
+    Decode begins at `prompt_tokens`; None: nothing is appended, as on a prefill node. `host`: components in the node's host pool.
+    Raises InvalidInputError for token counts that contradict each other, and for a component that cannot live in the host pool.
     """
     begin = tokens if prompt_tokens is None else prompt_tokens
     if not 0 <= begin <= tokens:
@@ -73,19 +71,19 @@ def check_demand(demand: Mapping[IndexSpace, int]) -> None:
 
 
 def first_window_page(geometry: ModelGeometry, tokens: int) -> int:
-    """Return the logical page of the earliest row that is live in the window space at `tokens` tokens, or else of the next row."""
+    """Return the logical page of the first row that is live in the window space at `tokens` tokens, or else of the next row."""
     return min((rows.start for rows in _live_windows(geometry, tokens)), default=tokens) // geometry.tokens_per_page
 
 
 def window_pages(geometry: ModelGeometry, tokens: int) -> range:
-    """Return the logical pages of the window space that hold live rows at `tokens` tokens; often one or two."""
+    """Return the logical pages of the window space with live rows at `tokens` tokens; often one or two."""
     first = first_window_page(geometry, tokens)
     stop_row = max((rows.stop for rows in _live_windows(geometry, tokens)), default=0)
     return range(first, max(first, -(-stop_row // geometry.tokens_per_page)))
 
 
 def most_window_pages(geometry: ModelGeometry) -> int:
-    """Return the most window pages that a request can need at once: rows to compute one more token, wherever those rows begin."""
+    """Return the most window pages that a request can need at once, to compute one more token."""
     page, most = geometry.tokens_per_page, 0
     for component in _window_components(geometry):
         match component.liveness:
@@ -110,10 +108,9 @@ def _window_components(geometry: ModelGeometry) -> list[Component]:
 
 
 def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> PageTable:
-    """Return the table of the logical pages [first_page, first_page + page_count), taken from the ring `table`.
+    """Return the table of the logical pages [first_page, first_page + page_count) from `table`, the ring as it was reserved.
 
-    `table` is the window table as it was reserved; rotate that one at each length, not a result of this function. Raises
-    InvalidInputError when the pages lie before the ring or are more than it holds at once.
+    Raises InvalidInputError for pages before the ring, and for more pages than the ring holds at once.
     """
     ids = table.require(IndexSpace.SWA)
     if first_page < table.first_page:
@@ -139,7 +136,7 @@ def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray
 
 
 def further_tables(held: Tables, named: Tables) -> Tables:
-    """Return the pages of `named` behind those of `held`, which it may repeat. Raises ConflictError for other pages, or a gap."""
+    """Return the pages of `named` behind those of `held`; `named` may repeat these. Raises ConflictError for others, or a gap."""
     further = {}
     for space, table in named.items():
         before = held.get(space)
@@ -197,8 +194,8 @@ def tables_cover(
 ) -> None:
     """Raise InvalidInputError unless `tables` give a page to every live row of a request that now has `tokens` tokens.
 
-    More pages than needed are allowed. The first pages of `full`, which hold only the first `prefix_tokens`, may be left out. The
-    message names the space, the pages needed and those given. Only the page book and the plan know whether the pages exist.
+    More pages may be given, and pages of `full` that hold only the first `prefix_tokens` may be left out. Only the page book and
+    the plan know whether the pages exist.
     """
     firsts = {
         IndexSpace.SWA: first_window_page(geometry, tokens),

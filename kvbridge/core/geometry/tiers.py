@@ -1,10 +1,10 @@
-"""The prefixes that outlast a request: where prefill can continue one, and what a host copy keeps of a device page.
+"""Prefixes that outlast a request: the places where prefill can continue one, and the bytes that a host copy keeps.
 
-Rows of growing components never change. Windows and states do: a page's end has them only if an engine stood exactly there and
-wrote them down. Such a *checkpoint* is the pages of `swa` that hold live rows at that end.
+Rows of growing components never change. Windows and states do: they exist for a page's end only if an engine stood exactly there
+and wrote them. Such a *checkpoint* is the pages of `swa` that hold live rows at that end.
 
-A host copy of a page in `full` keeps all of the page. A host copy of a page in `swa` is worth keeping as part of a checkpoint only:
-it keeps the rows that are live at the page's end, one lane after another, each as its *pieces*.
+A host copy of a page in `full` keeps the whole page. A host copy of a page in `swa` is a part of a checkpoint: it keeps the rows
+that are live at the page's end, one lane after another, each as its *pieces*.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def most_reusable_tokens(geometry: ModelGeometry, prompt_tokens: int) -> int:
 def wanted_checkpoints(
     geometry: ModelGeometry, prompt_tokens: int, *, computed_tokens: int, known_tokens: int, interval_tokens: int = 0
 ) -> dict[int, CheckpointCause]:
-    """Return the page ends of a prompt, in tokens, ascending, where a checkpoint is worth its pages, and why.
+    """Return the page ends of a prompt, in tokens, ascending, at which a checkpoint is worth its pages, and why.
 
-    They are the last page end, where the next turn goes on; the end of the prefix that is known here (`known_tokens`), where other
-    prompts may leave it too; and every `interval_tokens`, rounded down to whole pages (0: nowhere else). The engine passes only the
-    ends behind `computed_tokens`.
+    They are the last page end, where the next turn goes on; the end of the known prefix (`known_tokens`), where other prompts may
+    leave the prefix too; and every `interval_tokens` (0: none), rounded down to whole pages. Only ends behind `computed_tokens`
+    count, since the engine passes no others.
     """
     if not needs_checkpoints(geometry):
         return {}

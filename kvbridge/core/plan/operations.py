@@ -25,18 +25,18 @@ NO_BORDERS = 0
 
 
 class Section(FrozenModel):
-    """The tokens [start_token, stop_token) of some layers; the last section takes windows, tails and whole rows along."""
+    """The tokens [start_token, stop_token) of some layers. The last section takes windows, tails and whole rows along."""
 
     prompt_tokens: NonNegative
     prefix_tokens: NonNegative = 0
-    """Tokens from the start that decode already holds; a multiple of the geometry's tokens_per_page."""
+    """First tokens, which decode holds already; a multiple of the geometry's tokens_per_page."""
     start_token: NonNegative
     stop_token: NonNegative
     layers: tuple[NonNegative, ...] | None = None
-    """Global layer ids, or None for every layer of the rank."""
+    """Global layer ids. None: every layer of the rank."""
 
     def added_rows(self, component: Component) -> RowInterval:
-        """Return the rows that the section adds to those of its predecessors; possibly none (count 0)."""
+        """Return the rows that the section adds to those of the sections before; there may be none (count 0)."""
         published = partial(
             component.published_rows, prompt_tokens=self.prompt_tokens, prefix_tokens=self.prefix_tokens
         )
@@ -48,7 +48,7 @@ class Amount(FrozenModel):
     """The amount of one component that was planned or sent."""
 
     lane_rows: NonNegative = 0
-    """Rows times lanes, summed over layers and destinations. They decide a commit: chunks do not change them."""
+    """Rows times lanes, summed over layers and destinations. They decide a commit, since chunks do not change them."""
     bytes: NonNegative = 0
     """Bytes on the wire; a completed page counts with its padding."""
     operations: NonNegative = 0
@@ -74,10 +74,10 @@ def add_amounts(left: Amounts, right: Amounts) -> Amounts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operations:
-    """Copies to make, in no particular order; none overlaps another's destination.
+    """Copies to make, in no particular order; no two destinations overlap.
 
-    Three one-dimensional uint64 arrays of equal length: virtual addresses in the source process and in the destination process, and
-    bytes (never 0). Not written after construction.
+    Three one-dimensional uint64 arrays of equal length, which are not written any more: virtual addresses in the source process and
+    in the destination process, and bytes (never 0).
     """
 
     source: AddressArray
@@ -110,7 +110,7 @@ class Operations:
         return Operations(*(np.concatenate([column[:0], *(column[part] for part in parts)]) for column in columns))
 
     def cut(self, max_bytes: int) -> Operations:
-        """Return the same copies, each cut into the fewest pieces of at most `max_bytes` that alignment allows."""
+        """Return the copies, each cut into the fewest pieces of at most `max_bytes` that alignment allows."""
         if int(self.length.max(initial=0)) <= max_bytes:
             return self
         parts, size = cut_sizes(self.length, max_bytes)
@@ -122,7 +122,7 @@ class Operations:
 
 
 def cut_sizes(length: npt.NDArray[np.integer], max_bytes: int) -> tuple[IndexArray, IndexArray]:
-    """Return into how many pieces copies of these lengths are cut, and the size of each copy's pieces but for the last one."""
+    """Return the number of pieces of copies of these lengths, and the size of each copy's pieces but for the last one."""
     whole = length.astype(np.int64)
     if not len(whole) or whole.max() <= max_bytes:
         return np.ones_like(whole), whole
@@ -154,7 +154,7 @@ class PageArray:
 
     @classmethod
     def of(cls, regions: Sequence[Region], *, offset_bytes: int = 0) -> Self:
-        """Return the pages of regions of one form. `offset_bytes`: where in a page the addresses are."""
+        """Return the pages of regions of one form. `offset_bytes`: the offset of all addresses in their pages."""
         form = regions[0]
         bases = np.array([region.extent_addresses for region in regions], dtype=np.uint64)
         borders = NO_BORDERS if bases.shape[1] == 1 else form.pages_per_extent
@@ -166,7 +166,7 @@ class PageArray:
 
     @classmethod
     def contiguous(cls, *addresses: int, page_count: int, stride_bytes: int) -> Self:
-        """Return the pages of layers that are one stretch of memory each, as a tensor [page_count, stride_bytes] is."""
+        """Return the pages of layers that are each one stretch of memory, as a tensor [page_count, stride_bytes] is."""
         return cls(np.array(addresses, dtype=np.uint64)[:, None], page_count, stride_bytes, page_count)
 
     def __len__(self) -> int:
@@ -183,7 +183,7 @@ class PageArray:
             raise PageOutOfBoundsError(f"page {int(ids[wrong][0])} does not exist among {self.page_count}")
 
     def write(self, ids: IndexArray, offset: IndexArray | int, out: AddressArray) -> None:
-        """Write the address `offset` bytes behind the begin of each page to `out`: (layers, pages). The ids have been checked."""
+        """Write the addresses `offset` bytes behind the begin of each page to `out`: (layers, pages). The ids have been checked."""
         if self.bases.shape[1] == 1:
             np.add(self.bases, (ids * self.stride_bytes + offset).view(np.uint64), out=out)
             return
@@ -192,7 +192,7 @@ class PageArray:
         out += (within * self.stride_bytes + offset).view(np.uint64)
 
     def addresses(self, ids: npt.NDArray[np.integer], offset: IndexArray | int = 0) -> AddressArray:
-        """Return where pages begin: (layers, pages). Raises PageOutOfBoundsError."""
+        """Return the addresses `offset` bytes behind the begin of each page: (layers, pages). Raises PageOutOfBoundsError."""
         self.require(ids)
         out = np.empty((len(self.bases), len(ids)), dtype=np.uint64)
         self.write(ids.astype(np.int64), offset, out)
@@ -280,8 +280,8 @@ def find_runs(
 ) -> Runs:
     """Find the longest runs in two equally long arrays of page ids, in their order.
 
-    A run ends where either side's ids do not go on, and at each border between extents, which no operation may cross:
-    `pages_per_extent` is the distance of borders on the source and on the destination.
+    A run ends where the ids of either side do not go on, and at each border between extents, which no operation may cross.
+    `pages_per_extent`: the distance of borders on the source and on the destination.
     """
     ends = (source[1:] != source[:-1] + 1) | (destination[1:] != destination[:-1] + 1)
     for ids, border_pages in zip((source, destination), pages_per_extent, strict=True):

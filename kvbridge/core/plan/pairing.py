@@ -1,10 +1,10 @@
-"""Everything about the writes of one prefill rank to one decode rank that does not depend on a request, and what each writer owes.
+"""Pairings: the writes of one prefill rank to one decode rank, whatever the request, and the rows that each writer owes.
 
 A component of a layer goes from every source rank that has the layer to every destination rank that has it, as far as their lanes
-intersect. Source ranks of one stage that hold the same lanes are replicas and share the work: pages of space `full` go round by
-`STRIPE_PAGES`, and in the other spaces, where a request has a page or two but many layers, layers go round. The host pool of a
-decode node is one memory that each of its ranks lists in full, at its own addresses; a source rank writes its share of it through
-one of them. Host memory that engines bring is each rank's own, like its device memory.
+intersect. Source ranks of one stage with the same lanes are replicas and share the work. Pages of space `full` go round by
+`STRIPE_PAGES`. In the other spaces, where a request has few pages but many layers, layers go round. Each rank of a decode node
+lists the node's whole host pool, at its own addresses, and a source rank writes its share through one of these ranks. Host memory
+that engines bring is each rank's own, like its device memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from kvbridge.core.plan.planner import Band
 
 STRIPE_PAGES = 4
-"""Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request, so that it
-does not matter how the request is cut into chunks."""
+"""Neighbouring logical pages that one replica sends before the next one's turn, whatever the chunks of the request."""
 
 RegionsByLayer = dict[tuple[ComponentKind, int], Region]
 
@@ -44,11 +43,11 @@ class Stripe:
         return ordinal % self.count == self.index
 
     def owns_page(self, page: int) -> bool:
-        """Whether this logical page is this replica's."""
+        """Whether a logical page is this replica's."""
         return self.owns(page // STRIPE_PAGES)
 
     def pages(self, pages: range) -> IndexArray | None:
-        """Return which of `pages` are this replica's, as positions in the range; None for all of them."""
+        """Return the positions in `pages` of this replica's pages; None: all are."""
         if self.count == 1:
             return None
         blocks = np.arange(pages.start, pages.stop) // STRIPE_PAGES
@@ -63,7 +62,7 @@ class Stripe:
         return turns * STRIPE_PAGES + min(max(rest - self.index * STRIPE_PAGES, 0), STRIPE_PAGES)
 
     def count_rows(self, component: Component, split: PageSplit) -> int:
-        """Return how many rows of `split` lie in pages of this replica."""
+        """Return the number of rows of `split` in pages of this replica."""
         slots = (slots for page, found in split.partial.items() if self.owns_page(page) for slots in found)
         return self.count_pages(split.full) * component.slots_per_page + sum(stop - start for start, stop in slots)
 
@@ -80,9 +79,9 @@ class Side:
     form: Region
     """One of the regions, for everything except its layer and its addresses."""
     pages: PageArray
-    """From the first lane on that is copied."""
+    """The pages, from the first copied lane on."""
     lane_offset_bytes: int
-    """Where the first lane that is copied begins in a page."""
+    """The offset of this lane in a page."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,16 +91,16 @@ class LayerGroup:
     component: Component
     layers: tuple[int, ...]
     lanes: int
-    """How many lanes are copied."""
+    """Number of copied lanes."""
     page_bytes: int
-    """Bytes copied for a full page of a layer; with its padding when both sides hold just the lanes that are copied."""
+    """Bytes copied for a full page of a layer, with its padding where both sides hold the copied lanes only."""
     source: Side
     destination: Side
     stripe: Stripe
-    """Which logical pages are sent."""
+    """The logical pages that are sent."""
 
     def partial_stretches(self, split: PageSplit) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Return the partial pages to send: logical page, and (offset from the first copied lane, length) of each stretch."""
+        """Return each partial page to send with its stretches, (offset from the first copied lane, length)."""
         return [
             (page, byte_intervals(self.component, self.lanes, slots))
             for page, slots in split.partial.items()
@@ -124,13 +123,13 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """The writes of one source rank to one destination rank, whatever the request. Made once, when two ranks meet."""
+    """The writes of one source rank to one destination rank. Made once, when two ranks meet."""
 
     source: Rank
     destination: Rank
     groups: tuple[LayerGroup, ...]
     neighbours: dict[tuple[LayerGroup, ...], tuple[Band, ...]] = field(default_factory=dict)
-    """The planner's bands of some of the groups; an entry for each set of groups that are sent alike."""
+    """The planner's bands, by the groups that are sent alike."""
 
     @classmethod
     def create(
@@ -142,11 +141,10 @@ class Pairing:
         destination_ordinal: int,
         destination_count: int,
     ) -> Self:
-        """Intersect two manifests that have passed `check_manifest`; nothing that it has checked is checked again.
+        """Intersect two manifests that have passed `check_manifest`. Only device regions of the source are read.
 
-        The destination is the `destination_ordinal`-th of the `destination_count` ranks of its node, counted from 0 in the same
-        order by every source rank. Only device regions of the source are read. Raises FingerprintMismatchError for manifests of
-        different models, InvalidInputError for an ordinal that does not exist.
+        The ranks of the destination's node are counted from 0, in the same order by every source rank. Raises
+        FingerprintMismatchError for manifests of different models, InvalidInputError for an ordinal that does not exist.
         """
         if source.fingerprint != destination.fingerprint:
             raise FingerprintMismatchError(
@@ -189,13 +187,13 @@ def source_regions(manifest: RankManifest) -> RegionsByLayer:
 
 
 def destination_regions(manifest: RankManifest) -> RegionsByLayer:
-    """Return where a rank receives each component of a layer: in the host pool if listed there, else on the device."""
+    """Return the regions in which a rank receives: of each component of a layer the one on the host, else the one on the device."""
     host = {(region.component, region.layer): region for region in manifest.regions if region.space is IndexSpace.HOST}
     return source_regions(manifest) | host
 
 
 def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: Stripe) -> tuple[LayerGroup, ...]:
-    """Return the groups of a complete request on a rank, with equal sides; `host_share`: the rank's part of the host pool."""
+    """Return the groups that a rank holds, with equal sides. `host_share`: the rank's part of the host pool."""
     held = destination_regions(manifest)
     name = f"rank {manifest.rank}"
     host_stripe = UNSHARED if manifest.own_host else host_share
@@ -208,7 +206,7 @@ def held_groups(geometry: ModelGeometry, manifest: RankManifest, *, host_share: 
 
 
 def replica_share(component: Component, source: Rank, tp_size: int) -> tuple[tuple[int, ...], Stripe]:
-    """Return which layers of a component a source rank sends, of those that it has, and which pages: replicas share the work."""
+    """Return the layers of a component, of those that it has, and the pages that a source rank sends: replicas share the work."""
     start, stop = lane_interval(component, source.tp, tp_size)
     count = tp_size * (stop - start) // component.lanes
     stripe = Stripe(source.tp % count, count)
@@ -218,7 +216,7 @@ def replica_share(component: Component, source: Rank, tp_size: int) -> tuple[tup
 
 
 def host_ordinal(source: Rank, destination_count: int) -> int:
-    """Return through which of a node's ranks, by its ordinal, a source rank writes the node's host pool."""
+    """Return the ordinal of the rank through which a source rank writes a node's host pool."""
     return source.tp % destination_count
 
 
@@ -230,7 +228,7 @@ def _groups(
     stripe: Stripe,
     host_stripe: Stripe,
 ) -> Iterator[LayerGroup]:
-    """Yield pairs (source, destination), ascending by layer, as groups of one form; pairs without a common lane are left out."""
+    """Yield the pairs (source, destination), which ascend by layer, as groups of one form; only those with a common lane."""
     by_form: dict[tuple[object, ...], list[tuple[Region, Region]]] = {}
     for pair in pairs:
         by_form.setdefault((*pair[0].form, *pair[1].form), []).append(pair)
@@ -258,12 +256,11 @@ def _groups(
 
 # ------------------------------------------------------------------------------------------- what each writer owes
 
-# A commit is decided by rows, not by bytes or operations: those depend on how a request was cut into chunks. A writer's share
-# follows from its place in its instance alone (`replica_share`), and shares have no row of a place in common: they are everything
-# exactly when they add up to the demand.
+# Rows decide a commit, since bytes and operations depend on the chunks of a request. The share of a writer follows from its place
+# in its instance (`replica_share`). No two shares have a row in common: they are everything exactly when they add up to the demand.
 
 LaneRows = dict[ComponentKind, int]
-"""Rows times lanes of each component, summed over layers and destinations; an absent component has none."""
+"""Rows times lanes by component, summed over layers and destinations."""
 
 _Held = tuple[ComponentKind, tuple[int, int], frozenset[int]]
 """A component, the lanes [start, stop) that a rank keeps of it, and the layers of which it keeps them."""
@@ -274,7 +271,7 @@ class Share:
     """The rows that one rank sends to all ranks of one node, whatever the request."""
 
     parts: tuple[tuple[Component, int, Stripe], ...]
-    """Component, lanes (summed over layers and destinations), and which pages of them."""
+    """Component, lanes (summed over layers and destinations), and the pages that are sent."""
 
     def rows(self, *, prompt_tokens: int, prefix_tokens: int) -> LaneRows:
         """Return the rows of one request. Raises InvalidInputError unless 0 <= prefix_tokens <= prompt_tokens."""
@@ -290,7 +287,7 @@ class Demand:
     """The rows that the ranks of one node are to receive, whatever the request."""
 
     def __init__(self, geometry: ModelGeometry, destinations: Sequence[RankManifest]) -> None:
-        """`destinations`: of all ranks of the node, in the order that peers know. The host pool is one copy for all of them."""
+        """`destinations`: the node's ranks, in the order that peers know. They have one host pool."""
         self._geometry = geometry
         self._device = Counter(held for manifest in destinations for held in _held(manifest, in_host_pool=False))
         self._host = [_held(manifest, in_host_pool=True) for manifest in destinations]
@@ -322,7 +319,7 @@ class Demand:
         return Share(tuple(parts))
 
     def uncovered(self, shares: Iterable[Share]) -> str | None:
-        """Return a clause that names a component which the shares of these ranks of one instance do not cover exactly, or None."""
+        """Return a clause that names a component that the shares of an instance's ranks do not cover exactly, or None."""
         sent: Counter[ComponentKind] = Counter()
         stripes: dict[ComponentKind, int] = {}
         for share in shares:
@@ -345,7 +342,7 @@ def _held(manifest: RankManifest, *, in_host_pool: bool) -> list[_Held]:
 
 
 def shortfall(due: Mapping[ComponentKind, int], reported: Mapping[ComponentKind, int]) -> str | None:
-    """Return a clause that names the first component of which not exactly the rows that were due were reported, or None."""
+    """Return a clause that names the first component with too few or too many reported rows, or None."""
     for kind in ComponentKind:
         wanted, got = due.get(kind, 0), reported.get(kind, 0)
         if got < wanted:

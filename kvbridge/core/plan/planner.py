@@ -1,10 +1,9 @@
-"""From a section of a request and its page tables to the operations that move it.
+"""The planner: from a section of a request and its page tables to the operations that move it.
 
-The work is proportional to pages plus operations in numpy, and to components in Python; never to pages or layers in Python.
+The work in numpy grows with pages and operations, the work in Python with components only.
 
-Layers, of one component or of several, are *neighbours* when their pages are adjacent on both sides, as in `page_first`: one
-operation copies all of them. Bytes between the live rows of two neighbours are dead rows or padding of the same request, so that
-they may be copied too.
+Layers of one or several components are *neighbours* when their pages are adjacent on both sides, as in `page_first`. One operation
+copies all of them. Bytes between live rows of neighbours are dead rows or padding of the same request, so they may be copied too.
 """
 
 from __future__ import annotations
@@ -52,18 +51,16 @@ def plan(
 ) -> Plan:
     """Return every operation by which the source rank moves its share of `section` to the destination rank.
 
-    `source` and `destination` are the request's page tables on the two nodes. An operation is cut at `max_operation_bytes`. Dead
-    bytes of the request's own pages are sent along where they are at most `operation_cost_bytes`, if that saves an operation.
-    Everything is checked before anything is returned: InvalidInputError for a section that contradicts itself or a missing table,
-    PageOutOfBoundsError (naming side, component, space, id and limit) for a table that is too short or a page id that a region does
-    not have.
+    `source` and `destination` are the request's page tables on the two nodes. Operations are cut at `max_operation_bytes`. At most
+    `operation_cost_bytes` dead bytes of the request's own pages are sent along where they save an operation. Raises
+    InvalidInputError for a section that contradicts itself or a missing table, PageOutOfBoundsError (naming side, component, space,
+    id and limit) for a table that is too short or a page id that a region does not have.
     """
     _check(section, max_operation_bytes)
     parts = list(pages_to_send(pairing.groups_of(section.layers), section, source, destination))
-    # Rows that are not live yet may be on their way with a later section when these arrive: only the last section of a request may
-    # write more than it owes.
+    # Rows of a later section may be on their way at the same time: only the last section of a request may write dead bytes.
     most_dead_bytes = operation_cost_bytes if section.stop_token == section.prompt_tokens else 0
-    # The groups of all layers are the pairing's own and come again; those of some layers are made for this plan.
+    # The groups of all layers come again in later plans; groups of some layers are made for this plan.
     known = pairing.neighbours if section.layers is None else {}
     batches = [*_full_batches(parts, known), *_partial_batches(parts, known, most_dead_bytes)]
     amounts: Amounts = {}
@@ -122,10 +119,9 @@ class Part:
 def pages_to_send(
     groups: Iterable[LayerGroup], section: Section, source: Tables, destination: Tables
 ) -> Iterator[Part]:
-    """Yield each group of which a section adds rows, with its pages.
+    """Yield each group of which a section adds rows, with its pages. Pages that another replica sends are checked too.
 
-    Pages that another replica sends are checked too: an id that is wrong for one is wrong for all. Raises InvalidInputError for a
-    missing table, PageOutOfBoundsError for a table that is too short or an id that does not exist.
+    Raises InvalidInputError for a missing table, PageOutOfBoundsError for a table that is too short or an id that does not exist.
     """
     for group in groups:
         rows = section.added_rows(group.component)
@@ -163,12 +159,12 @@ def _checked_ids(side: Side, kind: ComponentKind, tables: Tables, pages: range) 
 # ------------------------------------------------------------------------------------------- neighbours
 
 Member = tuple[LayerGroup, int]
-"""A group, and how many of its layers follow each other in a band."""
+"""A group, and the number of its layers that follow each other in a band."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Band:
-    """Neighbourhoods of the same members; spaces, extents and stripe are those of the first member."""
+    """Neighbourhoods of the same members. Spaces, extents and stripe are those of the first member."""
 
     source: PageArray
     """Each row is the first layer of a neighbourhood."""
@@ -210,10 +206,9 @@ def find_neighbours(groups: Sequence[LayerGroup]) -> tuple[Band, ...]:
 
 
 def page_operations(groups: Sequence[LayerGroup]) -> tuple[int, int]:
-    """Return how many operations copy one page of each of these layers, and how few would if both sides lay alike.
+    """Return the operations that copy one page of each of these layers, and the fewest if both sides had the same layout.
 
-    The second is what the better one of the two layouts allows. Layers of which not all lanes are copied count for themselves in
-    any layout.
+    The second number is that of the better of the two layouts. Layers of which not all lanes are copied count one each.
     """
     alike = [
         tuple(replace(group, source=one, destination=one) for group, one in zip(groups, sides, strict=True))
@@ -224,7 +219,7 @@ def page_operations(groups: Sequence[LayerGroup]) -> tuple[int, int]:
 
 
 def _frame(side: Side) -> tuple[object, ...]:
-    """Return what neighbours have in common on one side."""
+    """Return the properties that neighbours have in common on one side."""
     form = side.form
     place = form.space, form.memory, form.device
     return *place, form.pages_per_extent, form.page_count, form.page_stride_bytes, side.pages.bases.shape[1]
@@ -241,7 +236,7 @@ def _neighbourhoods(groups: Sequence[LayerGroup]) -> list[list[tuple[LayerGroup,
     touching = np.ones(len(layers) - 1, dtype=np.bool_)
     for begin in begins:
         touching &= (np.diff(begin[order], axis=0) == sizes[:-1, None]).all(axis=1)
-    # More than a stride is not one page of a block, but two blocks that happen to touch.
+    # More than a stride is no page of a block, but two blocks that happen to touch.
     limit = min(side.form.page_stride_bytes for each in sides for side in each)
     found, room = [[layers[0]]], limit - int(sizes[0])
     for layer, size, touches in zip(layers[1:], sizes[1:].tolist(), touching.tolist(), strict=True):
@@ -280,7 +275,7 @@ def _bands(known: Neighbours, parts: Iterable[Part]) -> tuple[Band, ...]:
 
 
 def _full_batches(parts: Iterable[Part], known: Neighbours) -> Iterator[_Batch]:
-    """Yield the copies of full pages; a run of pages that touch on both sides is one copy."""
+    """Yield the copies of full pages. A run of pages that touch on both sides is one copy."""
     by_pages: dict[range, list[Part]] = {}
     for part in parts:
         if part.split.full:
@@ -320,7 +315,7 @@ def _partial_batches(parts: Iterable[Part], known: Neighbours, most_dead_bytes: 
 def _stretches(
     members: Sequence[Member], live: Mapping[LayerGroup, Sequence[tuple[int, int]]], most_dead_bytes: int
 ) -> tuple[IndexArray, IndexArray]:
-    """Return ascending offsets and lengths to send of a neighbourhood's page, dead bytes between close stretches included."""
+    """Return the offsets, ascending, and lengths to send of a neighbourhood's page, with dead bytes between close stretches."""
     pieces, begin = [], 0
     for group, count in members:
         offset, length = np.array(live[group], dtype=np.int64).T
@@ -335,7 +330,7 @@ def _stretches(
 
 
 def _written(batches: list[_Batch]) -> Operations:
-    """Write all copies, in that order, into arrays made for them once."""
+    """Write all copies, in their order, into arrays that are made once."""
     out = np.empty((3, sum(batch.band.rows * len(batch.length) for batch in batches)), dtype=np.uint64)
     written = 0
     for batch in batches:
