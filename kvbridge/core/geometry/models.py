@@ -184,8 +184,8 @@ class _Row(NamedTuple):
     page_alignment_bytes: int = 1
 
 
-def _component(kind: ComponentKind, layers: list[int], row: _Row, **fields: Any) -> Component:  # noqa: ANN401 - as `Component` has
-them     return Component(kind=kind, layers=tuple(layers), **row._asdict(), **fields)
+def _component(kind: ComponentKind, layers: list[int], row: _Row, **fields: Any) -> Component:  # noqa: ANN401 - as `Component` has them
+    return Component(kind=kind, layers=tuple(layers), **row._asdict(), **fields)
 
 
 def _growing(
