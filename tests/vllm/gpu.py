@@ -3,6 +3,8 @@
 Prefill and decode engines of several models share one GPU, over `local` (CUDA IPC). The file `vllm-gpu.json` says of each case
 whether it is right; it is written after each. Exit code 0: all are. `--processor` tries the cases themselves without a GPU.
 
+`--beside-nixl` adds engines with vLLM's own NixlConnector, whose wrong answers are told and are no failure of ours.
+
 Answers are compared with those of an engine alone that uses the same kernels (`Exact`): bfloat16 gives other kernels other bits.
 """
 
@@ -16,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from statistics import median
@@ -30,7 +32,7 @@ from tests.engines.fleet import OVER
 from tests.engines.prompts import Answer, fresh
 from tests.engines.servers import Setup, together, under_way, wait_until
 from tests.vllm.engines import EnginePlan, Engines, EngineServer, model
-from tests.vllm.servers import HOLD, kvbridge
+from tests.vllm.servers import HOLD, kvbridge, nixl_plan
 
 TOKENS = 8
 """Tokens of an answer."""
@@ -76,6 +78,10 @@ CUDA = {
 }
 """Engines share the GPU, so none may size its cache by what is free."""
 PROCESSOR = {"dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 512}
+ROUNDED = "within the rounding of bfloat16"
+NIXL = "nixl-"
+"""Begins the kind of a model whose engines have NixlConnector."""
+ROLES = ("prefill", "decode")
 PROCESSOR_TOKENS, PROCESSOR_TIMES = 200, 8
 """The longest prompt on a processor, and how much longer things may take there."""
 
@@ -123,8 +129,10 @@ class Exact(Engines):
                 expected.logprobs,
                 expected.seconds_best,
             ):
-                different[str(len(one))] = self.wrong(one, answer) or "within the rounding of bfloat16"
+                different[str(len(one))] = self.wrong(one, answer) or ROUNDED
         found = {"prompts": len(asked), "bit_equal": len(asked) - len(different), "different": different}
+        if not self.servers["decode"].has_node():
+            return found | {"wrong": [tokens for tokens, what in different.items() if what != ROUNDED]}
         self.assert_right(asked, got)
         assert len(different) <= (1 - BIT_EQUAL) * len(asked), found
         return found
@@ -136,47 +144,64 @@ class Models:
 
     setup: Setup
     on_processor: bool
-    fleets: dict[str, Exact]
+    fleets: dict[str, Exact] = field(default_factory=dict)
+    _waiting: list[tuple[str, str]] = field(default_factory=list)
+    _compiling: EngineServer | None = None
 
     def plan(self, kind: str, role: str) -> EnginePlan:
         # An engine's own memory is reached over CUDA IPC, and on a processor only through a network.
         transports = {"transports": {"order": ["mooncake" if self.on_processor else "local"]}}
-        name = f"{kind}-{role}"
+        name, model_kind = f"{kind}-{role}", kind.removeprefix(NIXL)
         settings = dict(PROCESSOR if self.on_processor else CUDA)
-        if kind == "graphs" and not self.on_processor:
+        if model_kind == "graphs" and not self.on_processor:
             settings["enforce_eager"] = False
-        # Both of one model, so that decode has what prefill's compiler has made.
+        # All of one model, so that the others have what the first one's compiler has made.
         environment = {
-            "VLLM_CACHE_ROOT": str(self.setup.directory / f"{kind}-cache"),
+            "VLLM_CACHE_ROOT": str(self.setup.directory / f"{model_kind}-cache"),
             "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer need not be installed
         }
-        transfer = kvbridge({"prefill": "producer", "decode": "consumer"}[role], **transports)
-        shape = "llama" if kind == "graphs" else kind
+        transfer: Any = kvbridge({"prefill": "producer", "decode": "consumer"}[role], **transports)
+        if kind.startswith(NIXL):
+            nixl = nixl_plan(name, "both")
+            transfer, further = dict(nixl.transfer or {}), nixl.environment
+            if not self.on_processor:
+                transfer["kv_buffer_device"] = "cuda"
+                further = {key: value for key, value in further.items() if key.startswith("VLLM_NIXL")}
+            environment |= further
+        shape = "llama" if model_kind == "graphs" else model_kind
         return EnginePlan(name, transfer, shape=shape, settings=settings, environment=environment)
 
     def begin(self, kinds: Sequence[str]) -> None:
-        """Start engines. Those that compile start one after the other (`fleet`)."""
-        together(
-            [lambda kind=kind: model(self.setup, kind) for kind in {"llama" if k == "graphs" else k for k in kinds}]
-        )
-        for kind in sorted(kinds, key="graphs".__ne__):
-            fleet = self.fleets[kind] = Exact(self.setup, ())
-            for role in ("prefill", "decode")[: 1 if kind == "graphs" else 2]:
-                fleet.servers[role] = EngineServer(self.setup, self.plan(kind, role))
+        """Start engines. Those that compile start one after the other (`go_on`)."""
+        shapes = {self.plan(kind, "prefill").shape for kind in kinds}
+        together([lambda shape=shape: model(self.setup, shape) for shape in shapes])
+        for kind in kinds:
+            self.fleets[kind] = Exact(self.setup, ())
+            self._waiting += [(kind, role) for role in ROLES if kind.endswith("graphs")]
+        self.go_on()
+        for kind in kinds:
+            if not kind.endswith("graphs"):
+                for role in ROLES:
+                    self.fleets[kind].servers[role] = EngineServer(self.setup, self.plan(kind, role))
 
     def go_on(self) -> None:
-        """Start the second engine of those that compile, when the first one has compiled."""
-        graphs = self.fleets.get("graphs")
-        if graphs and "decode" not in graphs.servers and graphs.servers["prefill"].is_healthy():
-            graphs.servers["decode"] = EngineServer(self.setup, self.plan("graphs", "decode"))
+        """Start the next of the engines that compile, when the one before has compiled."""
+        while self._waiting and (self._compiling is None or self._compiling.is_healthy()):
+            kind, role = self._waiting.pop(0)
+            self._compiling = EngineServer(self.setup, self.plan(kind, role))
+            self.fleets[kind].servers[role] = self._compiling
 
     def fleet(self, kind: str) -> Exact:
         """Return a model's engines when they answer."""
         fleet = self.fleets[kind]
-        fleet.servers["prefill"].wait_ready()
-        self.go_on()
-        fleet.servers["decode"].wait_ready()
+        for role in ROLES:
+            wait_until(lambda role=role: self._is_started(fleet, role), f"{kind}'s {role} is started", START_S)
+            fleet.servers[role].wait_ready()
         return fleet
+
+    def _is_started(self, fleet: Exact, role: str) -> bool:
+        self.go_on()
+        return role in fleet.servers
 
     def lengths(self, wanted: Sequence[int]) -> list[int]:
         return [tokens for tokens in wanted if not self.on_processor or tokens <= PROCESSOR_TOKENS]
@@ -187,12 +212,17 @@ class Models:
 
 
 def _in_both_orders(fleet: Exact, lengths: Sequence[int], paired: Sequence[int]) -> dict[str, Any]:
-    pair, found, completed = fleet.pair("decode"), {}, fleet.servers["decode"].rooms_completed()
+    pair, found, decode = fleet.pair("decode"), {}, fleet.servers["decode"]
+    if not decode.has_node():
+        asked = fleet.prompts(lengths)
+        plain = fleet.compared(asked, [pair.ask(one, TOKENS) for one in asked])
+        return {"plain": plain, "is_right": not plain["wrong"]}
+    completed = decode.rooms_completed()
     pair.learn_addresses()
     for order, some in (("plain", lengths), ("paired", paired)):
         asked = fleet.prompts(some)
         found[order] = fleet.compared(asked, [pair.ask(one, TOKENS, order=order) for one in asked])
-    moved = fleet.servers["decode"].rooms_completed() - completed
+    moved = decode.rooms_completed() - completed
     assert moved >= len(lengths) + len(paired), f"{moved} rooms"
     return found
 
@@ -243,7 +273,9 @@ def times(models: Models, fleet: Exact) -> dict[str, Any]:
             taken["prefill_ms"].append(held.seconds)
             taken["decode_ms"].append(decode.ask(asked, 1, transfer=held.transfer).seconds)
         found[str(tokens)] = {name: round(1e3 * median(values), 2) for name, values in taken.items()}
-        found[str(tokens)]["room"] = decode.room(int(held.transfer["kvbridge"]["room"]))
+        if decode.has_node():
+            phases_s = decode.room(int(held.transfer["kvbridge"]["room"]))["phases_s"]
+            found[str(tokens)]["room_ms"] = {name: round(1e3 * seconds, 2) for name, seconds in phases_s.items()}
     return found
 
 
@@ -302,6 +334,10 @@ CASES = (
     Case("graphs", 30, eight_at_once),
     Case("llama", 40, prefill_is_killed),
 )
+BESIDE = (
+    Case(f"{NIXL}gpt-oss", 60, every_length_around_a_window),
+    Case(f"{NIXL}graphs", 40, times),
+)
 
 
 @contextmanager
@@ -325,12 +361,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.vllm.gpu", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("out/vllm-gpu"))
     parser.add_argument("--processor", action="store_true", help="compute on the processor, in float32")
-    parser.add_argument("--only", action="append", choices=[case.name for case in CASES])
+    parser.add_argument("--beside-nixl", action="store_true", help="the same with NixlConnector")
+    parser.add_argument("--only", action="append", choices=[case.name for case in (*CASES, *BESIDE)])
     given = parser.parse_args()
     output = given.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
-    cases = [case for case in CASES if not given.only or case.name in given.only]
-    models = Models(Setup(Path(sys.executable), output), given.processor, {})
+    offered = CASES + (BESIDE if given.beside_nixl else ())
+    cases = [case for case in offered if not given.only or case.name in given.only]
+    models = Models(Setup(Path(sys.executable), output), given.processor)
     told: dict[str, Any] = {
         "environment": {
             "device": "processor" if given.processor else torch.cuda.get_device_name(0),
@@ -358,7 +396,8 @@ def main() -> int:
         write()
         models.end()
     print(json.dumps(told, indent=1))
-    return 0 if len(told["cases"]) == len(cases) and all(one["is_right"] for one in told["cases"].values()) else 1
+    ours = {name: one for name, one in told["cases"].items() if NIXL not in name}
+    return 0 if len(told["cases"]) == len(cases) and all(one["is_right"] for one in ours.values()) else 1
 
 
 def _starts(models: Models) -> dict[str, float]:
