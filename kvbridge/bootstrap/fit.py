@@ -178,9 +178,6 @@ def _no_pair(prefill: list[Instance], decode: list[Instance], request: PairReque
     return next((error for error in errors if isinstance(error, NotReadyError)), errors[0])
 
 
-# ------------------------------------------------------------------------------------- who holds the prompt
-
-
 class Guess(StrEnum):
     """How the guess who holds the beginning of a prompt turned out, for one side of a pair."""
 

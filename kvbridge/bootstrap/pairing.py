@@ -176,8 +176,6 @@ class PairingService:
             )
         return ticket
 
-    # ------------------------------------------------------------------------------------- one request
-
     async def _pair(self, request: PairRequest) -> Ticket:
         wait_until_s = self._clock() + request.wait_s
         claim = await self._claim(request.room, rounds=2 if request.wait_s else 1)
@@ -328,8 +326,6 @@ class PairingService:
             namespace=request.namespace if keyed else "",
             retention=request.retention if keyed else None,
         )
-
-    # ------------------------------------------------------------------------------------- calls to daemons
 
     async def _admit(self, url: str, admission: AdmissionRequest) -> RoomReport:
         """Reserve one end. Raises the daemon's error, DeadlineError, PeerError for another daemon's answer."""

@@ -25,6 +25,7 @@ from kvbridge.cli.config import (
     DaemonRole,
     FileOption,
     InsecureOption,
+    JsonOption,
     SetOption,
     aligned,
     fail,
@@ -55,40 +56,30 @@ class BenchOptions:
     """The options of `kvbridge bench-peer`."""
 
     address: Annotated[
-        str,
-        typer.Argument(metavar="HOST:PORT", help="Address of the other side; with --listen: the address to listen on."),
+        str, typer.Argument(metavar="HOST:PORT", help="Address of the other side; with --listen: of this one.")
     ] = DEFAULT_ADDRESS
     listen: Annotated[bool, typer.Option("--listen", help="Lend memory to the other side until Ctrl-C.")] = False
     transport: Annotated[
         list[TransportName] | None,
         typer.Option(
-            "--transport",
-            help="Only this transport. May be repeated. Default: transports.order, or all; local only within a host.",
+            help="Only this transport. May be repeated. Default: transports.order, or all; local within a host."
         ),
     ] = None
     config: FileOption = None
-    role: Annotated[
-        DaemonRole | None,
-        typer.Option(
-            "--role", help="The daemon that the configuration is for: its transports and control.curve are used."
-        ),
-    ] = None
+    role: Annotated[DaemonRole | None, typer.Option(help="The daemon whose transports and control.curve are used.")] = (
+        None
+    )
     overrides: SetOption = None
     host: Annotated[
         str,
-        typer.Option(
-            "--host", metavar="ADDRESS", help="This host's address for Mooncake. Default: as configured, or as routed."
-        ),
+        typer.Option(metavar="ADDRESS", help="This host's address for Mooncake. Default: as configured, or routed."),
     ] = ""
     server_key: Annotated[
-        str,
-        typer.Option(
-            "--server-key", metavar="KEY", help="Public key of the other side. Default: that of our own pair."
-        ),
+        str, typer.Option(metavar="KEY", help="Public key of the other side. Default: that of our own pair.")
     ] = ""
     insecure: InsecureOption = False
     brief: Annotated[bool, typer.Option("--brief", help="Two sizes, 16 MiB a round: takes some seconds.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON, and nothing else.")] = False
+    as_json: JsonOption = False
 
 
 @with_options(BenchOptions)
@@ -123,7 +114,7 @@ def bench_peer(options: BenchOptions) -> None:
 
 
 def _host_of(address: str) -> str:
-    """Return the host of HOST:PORT, empty for anything else."""
+
     try:
         found = parse_tcp(f"tcp://{address}")
     except BridgeError:
@@ -181,7 +172,7 @@ async def _listen(options: BenchOptions, settings: TransportSettings, keys: Curv
 def _measure(
     options: BenchOptions, settings: TransportSettings, keys: CurveKeys | None, names: list[TransportName]
 ) -> int:
-    """Measure by each transport and print it; return the exit code."""
+
     effort = BRIEF if options.brief else Effort()
     wire, wire_bytes_per_s = _wire(_host_of(options.address), effort.round_bytes)
     measured: list[Measured] = []

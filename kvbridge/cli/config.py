@@ -30,6 +30,9 @@ EXIT_UNAVAILABLE = 3
 app = typer.Typer(name="config", help="Look at a daemon's configuration.", no_args_is_help=True)
 
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")]
+
+
 class DaemonRole(StrEnum):
     """Daemons of a cluster that moves KV caches."""
 

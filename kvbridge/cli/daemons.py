@@ -101,22 +101,18 @@ class RouterOptions:
     """The options of a router; `--config` and `--set` have the rest."""
 
     prefill: Annotated[
-        list[str] | None,
-        typer.Option("--prefill", metavar="URL", help="A server that computes prompts. Repeat, or URL,URL."),
+        list[str] | None, typer.Option(metavar="URL", help="A server that computes prompts. Repeat, or URL,URL.")
     ] = None
     decode: Annotated[
-        list[str] | None,
-        typer.Option("--decode", metavar="URL", help="A server that generates answers. Repeat, or URL,URL."),
+        list[str] | None, typer.Option(metavar="URL", help="A server that generates answers. Repeat, or URL,URL.")
     ] = None
     bootstrap: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Take the servers from this directory, by the engine_url of its nodes."),
+        typer.Option(metavar="URL", help="Take the servers from this directory: the engine_url of its nodes."),
     ] = None
     order: Annotated[
         DispatchOrder | None,
-        typer.Option(
-            help="paired (the default): send a request to both at once; plain: to decode with prefill's answer."
-        ),
+        typer.Option(help="paired (default): a request goes to both at once; plain: to decode with prefill's answer."),
     ] = None
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on. Default: 127.0.0.1.")] = None
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. Default: 7903.")] = None

@@ -18,6 +18,7 @@ from kvbridge.cli.config import (
     EXIT_FAILED,
     DaemonRole,
     FileOption,
+    JsonOption,
     SetOption,
     aligned,
     fail,
@@ -52,14 +53,11 @@ class DoctorOptions:
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            "--peer",
-            metavar="PEER",
-            help="Reach this peer, too: http://HOST:PORT of a daemon, tcp://HOST:PORT of a prefill node's control socket. "
-            "May be repeated.",
+            help="Reach this one, too: http://HOST:PORT of a daemon, tcp://HOST:PORT of a control socket. May be repeated."
         ),
     ] = None
     peer_key: Annotated[str, typer.Option("--peer-key", metavar="KEY", help="Public key of control sockets.")] = ""
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False
+    as_json: JsonOption = False
 
 
 @with_options(DoctorOptions)

@@ -40,25 +40,17 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     config: FileOption = None,
     overrides: SetOption = None,
     tokens: Annotated[str, typer.Option("--tokens", help="Lengths of prompts, separated by commas.")] = DEFAULT_TOKENS,
-    new_tokens: Annotated[
-        int, typer.Option("--new-tokens", min=0, help="Tokens that each request may generate.")
-    ] = 1024,
+    new_tokens: Annotated[int, typer.Option(min=0, help="Tokens that each request may generate.")] = 1024,
     device_memory: Annotated[
-        str,
-        typer.Option("--device-memory", help="With --host-memory: also show how many would fit into so much: 60GiB."),
+        str, typer.Option(help="With --host-memory: also show how many would fit into so much: 60GiB.")
     ] = "",
     host_memory: Annotated[str, typer.Option("--host-memory", help="See --device-memory; of the node: 1TiB.")] = "",
     trace: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Print how much of the prompts of this trace would be kept instead, by pool size."
-        ),
+        typer.Option(metavar="FILE", help="Print how much of this trace's prompts pools would keep instead."),
     ] = None,
     pools: Annotated[
-        str,
-        typer.Option(
-            "--pool", help="With --trace: sizes, separated by commas; 4GiB+60GiB is a host tier below a pool."
-        ),
+        str, typer.Option("--pool", help="With --trace: sizes, by commas; 4GiB+60GiB is a host tier below a pool.")
     ] = DEFAULT_POOLS,
 ) -> None:
     """Print the cost of requests of some lengths on a decode node, and how many of each fit at once.

@@ -149,20 +149,14 @@ def _in_url(host: str) -> str:
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to; made when it is not there.")],
-    model: Annotated[
-        str,
-        typer.Option("--model", metavar="MODEL", help=f"{', '.join(PRESETS)}; or a Hugging Face config.json."),
-    ] = "tiny-v4",
-    one_host: Annotated[
-        bool,
-        typer.Option("--one-host", help="Move bytes through shared memory only, without a transfer library."),
-    ] = False,
+    model: Annotated[str, typer.Option(help=f"{', '.join(PRESETS)}; or a Hugging Face config.json.")] = "tiny-v4",
+    one_host: Annotated[bool, typer.Option("--one-host", help="Move bytes through shared memory only.")] = False,
     secure: Annotated[bool, typer.Option("--secure", help="Make keys and tokens in DIR/keys, and use them.")] = False,
     complete: Annotated[bool, typer.Option("--complete", help="Write every key, not only those that are set.")] = False,
     hosts: Annotated[
         list[str] | None,
         typer.Option(
-            "--host", metavar="ROLE=ADDRESS", help="Address of a daemon that is not on loopback. Repeat for each role."
+            "--host", metavar="ROLE=ADDRESS", help="Address of a daemon beyond loopback. Repeat for each role."
         ),
     ] = None,
 ) -> None:

@@ -17,7 +17,7 @@ from rich.filesize import decimal
 from kvbridge.api.client import BlockingClient, Params
 from kvbridge.api.rooms import MAX_LISTED, RoomPage, RoomReport, RoomTimeline
 from kvbridge.api.status import BootstrapStatus, DaemonStatus, NodeStatus, PrefillNodeStatus, RouterStatus
-from kvbridge.cli.config import EXIT_FAILED, DaemonRole, aligned, fail, with_options
+from kvbridge.cli.config import EXIT_FAILED, DaemonRole, JsonOption, aligned, fail, with_options
 from kvbridge.cli.up import named_daemons
 from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.loading import read_token
@@ -48,7 +48,6 @@ TargetsArgument = Annotated[
 TokenOption = Annotated[
     Path | None, typer.Option("--token-file", metavar="FILE", help="File with the daemons' token (http.token_file).")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the daemons' documents as JSON, by URL.")]
 
 
 def status(targets: TargetsArgument, token_file: TokenOption = None, as_json: JsonOption = False) -> None:
@@ -174,7 +173,7 @@ def _plain(one: Any) -> Any:  # noqa: ANN401 - documents, and lists of documents
 
 
 def _status(calls: BlockingClient, url: str) -> DaemonStatus:
-    """Return the status of a daemon of any role."""
+
     found = calls.ask(dict[str, Any], "GET", f"{url}/status")
     kind = DOCUMENTS.get(str(found.get("role")), DaemonStatus)
     return TypeAdapter(kind).validate_json(json.dumps(found), extra="ignore")

@@ -31,8 +31,7 @@ class AdmissionConfig(FrozenModel):
     max_waiting: NonNegative = 1_000
     """Requests that may wait for pages at once; more are refused at once. 0: nobody waits."""
     max_overtakes: NonNegative = 16
-    """A request that does not fit lets so many others pass, then holds back the pages that it needs. Higher keeps pools fuller,
-    lower lets large requests in sooner."""
+    """Requests that may pass one that does not fit, before pages are held back for that one. More of them keep pools fuller."""
     client_max_rooms: NonNegative = 0
     """Rooms and waiting requests of one client on this daemon; more are answered 429. 0: no limit."""
     client_max_waiting: NonNegative = 0
@@ -96,8 +95,7 @@ class DaemonTimeouts(_Timeouts):
     peer_silence_s: Seconds = 10.0
     """A peer node that says nothing for so long is taken for lost."""
     handshake_s: Seconds = 10.0
-    """Decode: every prefill node of a room has welcomed this node. Prefill: the memory that a decode node describes is
-    checked."""
+    """Decode: all prefill nodes of a room welcome this node. Prefill: the memory that a decode node describes is checked."""
     pages_s: Seconds = 10.0
     """Adopted pools: the engine names the pages of a room."""
     begin_s: Seconds = 60.0

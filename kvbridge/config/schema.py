@@ -289,8 +289,7 @@ class RouterTimeouts(FrozenModel):
     """Waits of the router."""
 
     first_byte_s: Seconds = 600.0
-    """From a request to the first byte of its answer, all tried servers together. An answer that is not streamed begins when
-    all of it is there."""
+    """From a request to the first byte of its answer, all tried servers together; without a stream, to the whole answer."""
     idle_s: Seconds = 120.0
     """Between two pieces of an answer; also how long a client may take over one."""
     health_interval_s: Seconds = 2.0

@@ -185,14 +185,12 @@ class TierConfig(FrozenModel):
     host: HostTier | None = None
     """Host memory below the device, for prefixes that the device has no room for. Null: none; such prefixes are lost."""
     store: StoreSettings | None = None
-    """Store below host memory, whose prefixes outlive this daemon and are found by others: `files` or `mooncake`. Needs `host`.
-    Null: none."""
+    """Store below host memory; its prefixes outlive this daemon and are shared: `files` or `mooncake`; needs `host`. Null: none."""
     store_limits: StoreLimits = StoreLimits()
     events: KvEventSettings | None = None
     """Events for routers about pages that come and go here. Null: none."""
     prefetch_s: Seconds = 0.5
-    """Longest wait of a request, before its admission, for pages of its prompt from the store. It goes on with those that
-    came."""
+    """Longest wait of a request, before its admission, for pages of its prompt from the store."""
 
     @property
     def model(self) -> ModelIdentity | None:

@@ -56,8 +56,7 @@ class MooncakeSettings(FrozenModel):
     connect_timeout_s: Annotated[int, Field(ge=1, le=600)] = 5
     """Longest wait for a peer's answer when connecting. Whole process."""
     metadata_timeout_s: Seconds = 1.0
-    """Longest wait for the library to fetch a peer's description, after the peer has answered. The rank starts no other transfer
-    meanwhile."""
+    """Longest wait for the library to fetch the description of a peer that answers. The rank starts no other transfer meanwhile."""
     transfer_timeout_s: Annotated[int, Field(ge=5, le=3600)] = 30
     """The library's own limit for one operation; 5 is its floor. Whole process."""
     progress_timeout_s: Annotated[int, Field(ge=1, le=3600)] = 5
@@ -135,8 +134,7 @@ class NixlSettings(FrozenModel):
     max_operation_bytes: OperationBytes = 4 * MIB
     """Longest single operation; the planner cuts longer ones."""
     quiet_timeout_s: Seconds = 5.0
-    """Longest wait, after a failure, for the operations in flight before the transport is torn down. The library itself waits for
-    a frozen peer for ever."""
+    """Longest wait, after a failure, for operations in flight, before the transport is torn down. The library waits for ever."""
     close_timeout_s: Seconds = 10.0
     """Longest wait for the library to return from a call when the transport is closed."""
 
@@ -155,8 +153,7 @@ class LocalSettings(FrozenModel):
     """Copies within one host: between mappings by the processor, from and to device memory by the device."""
 
     slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 16 * MIB
-    """Bytes that the processor copies between two checks for aborts, deadlines and other transfers (1 to 4 ms). The planner cuts
-    longer operations."""
+    """Bytes that the processor copies between checks for aborts and deadlines (1 to 4 ms). The planner cuts longer operations."""
     device_slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 128 * MIB
     """Bytes given to a device at a time (2.4 ms over a PCIe 5 link), four times at most; an abort waits for them."""
     copy_kernel_below_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = 256 * 1024

@@ -275,9 +275,6 @@ def check_control(reach: Reach, needs: Needs) -> Iterator[Finding]:
         yield not_here("no control socket was tried", why)
 
 
-# ------------------------------------------------------------------ the node that runs
-
-
 def check_node(node: RunningNode | None, needs: Needs) -> Iterator[Finding]:
     """A node that runs has engines and ranks, room for requests, and nothing that waits for somebody."""
     if node is None:

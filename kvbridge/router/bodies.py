@@ -61,8 +61,7 @@ SGLANG_MODES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
 SGLANG_ROOMS = (1 << 63) - (1 << 22)
 """Rooms have 63 bits. SGLang gives the room to the first prompt of a list, and the numbers behind the room to the others."""
 Directory = Mapping[str, Any]
-"""Address of the directory of a prefill server of SGLang, as members of a request. Decode asks there for the node that has the
-prompt's KV cache."""
+"""Address of the directory of a prefill server of SGLang, as members of a request. Decode asks there for the prompt's node."""
 
 
 @dataclass(frozen=True)
@@ -215,9 +214,6 @@ def _tokens_of(content: Any) -> int:  # noqa: ANN401
         return len(content)
     texts = (part.get("text") if isinstance(part, dict) else part for part in content)
     return sum(len(text) // TEXT_BYTES_PER_TOKEN if isinstance(text, str) else OTHER_PART_TOKENS for text in texts)
-
-
-# ------------------------------------------------------------------ pairs of SGLang
 
 
 def sglang_directory(role: Role, url: str, info: bytes) -> Directory | None:

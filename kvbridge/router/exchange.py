@@ -100,8 +100,6 @@ class Router:
         """Requests that have ended, by outcome."""
         self._held_bytes = 0
 
-    # ------------------------------------------------------------------ places
-
     @contextmanager
     def place(self) -> Iterator[Callable[[int], None]]:
         """Take a place for a request before its body is read. Yield a function that takes the length of each piece of the body.
@@ -158,8 +156,6 @@ class Router:
     def obstacles(self) -> tuple[str, ...]:
         """Return why requests cannot be served now."""
         return ("the router is ending",) if self._draining else self.servers.obstacles()
-
-    # ------------------------------------------------------------------ requests
 
     @asynccontextmanager
     async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
@@ -323,8 +319,6 @@ class Attempt:
         prefill.pairs = held.addresses is None
         await self.close()
         return await self._decode(held.added, "plain")
-
-    # ------------------------------------------------------------------ one server
 
     async def _prefill(self, server: Server, added: Added) -> HeldPrompt | Answer:
         return await self._unless_lost(server, self._ask_prefill(server, added))

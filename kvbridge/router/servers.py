@@ -244,8 +244,6 @@ class Servers:
         self.directory_problem = "the directory has not been read yet" if self._listings else ""
         """Reason why the directory's last answer may be out of date; empty when it is not."""
 
-    # ------------------------------------------------------------------ choice
-
     def use(self, role: Role, urls: Iterable[str]) -> None:
         """Use these servers and no others. Requests under way at a server that is left out go on."""
         known = self._by_role[role]
@@ -289,8 +287,6 @@ class Servers:
         if not servers:
             return f"the directory has no {role} instance that is ready and tells its engine_url"
         return f"no {role} server is well: " + "; ".join(f"{one.url}: {one.problem}" for one in servers[:SHOWN])
-
-    # ------------------------------------------------------------------ health and directory
 
     def follow(self) -> None:
         """Start to check new servers, and stop checking servers that have been left out."""
