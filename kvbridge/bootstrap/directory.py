@@ -36,15 +36,7 @@ from kvbridge.bootstrap.nodes import (
     ways_of,
 )
 from kvbridge.bootstrap.store import Store
-from kvbridge.core.errors import (
-    BridgeError,
-    ConflictError,
-    FingerprintMismatchError,
-    InvalidInputError,
-    NotFoundError,
-    NotReadyError,
-    StaleError,
-)
+from kvbridge.core import errors
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import FEATURES, MAX_INSTANCE_NODES, agree
 from kvbridge.tier.keys import Keys
@@ -64,9 +56,7 @@ class Directory:
 
     def __init__(self, store: Store, daemons: DaemonClient, *, probe_s: float = 1.0) -> None:
         """`probe_s`: a daemon whose name another process claims has this time to say that it is still there."""
-        self._store = store
-        self._daemons = daemons
-        self._probe_s = probe_s
+        self._store, self._daemons, self._probe_s = store, daemons, probe_s
         self._looking_at_all = asyncio.Lock()
         """Held by one pairing at a time: in a large fleet a look at all takes so long that heartbeats have to come in between."""
         # As of the last look at all, which the overview takes every quarter of a second, and of registrations here since.
@@ -92,7 +82,7 @@ class Directory:
             for record in others.values():
                 check_agreement(registration, record.registration)
             if len(others) >= MAX_INSTANCE_NODES:
-                raise ConflictError(
+                raise errors.ConflictError(
                     f"{who} is one too many: the instance has {len(others)} nodes, and may have {MAX_INSTANCE_NODES}; "
                     "put more ranks on a node"
                 )
@@ -112,7 +102,7 @@ class Directory:
                 self._learn(registration)
                 view = NodeRecord(entry, entry.beat, silent_s=0.0).view()
                 return Registered(**dict(view), features=FEATURES)
-        raise NotReadyError(
+        raise errors.NotReadyError(
             f"{who} could not be registered: other nodes of the instance registered in between {REGISTER_ATTEMPTS} times; "
             "register again"
         )
@@ -130,12 +120,12 @@ class Directory:
             async with asyncio.timeout(self._probe_s):
                 if await self._daemons.incarnation(holder.http_url) != holder.incarnation:
                     return
-        except (TimeoutError, BridgeError) as error:
-            raise ConflictError(
+        except (TimeoutError, errors.BridgeError) as error:
+            raise errors.ConflictError(
                 f"{where}, {heard} and could not be asked whether it still is "
                 f"({str(error) or f'limit: {self._probe_s:g} s'}): its name is free after directory.expire_after_s of silence"
             ) from error
-        raise ConflictError(
+        raise errors.ConflictError(
             f"{where}, and answers there: two processes use one name; end one, or give it another `node`"
         )
 
@@ -183,7 +173,7 @@ class Directory:
         found: Ranking | None = None
         for count, names in zip(DRAWN, ((), self._freest.get(request.fingerprint, ())), strict=True):
             instances, held = await self._guess(await self.draw(count, request.fingerprint, names), request, keys)
-            with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
+            with contextlib.suppress(errors.NotReadyError, errors.FingerprintMismatchError, errors.InvalidInputError):
                 found = Ranking(instances, request, held, len(keys))
                 if not found.looks_full:
                     break
@@ -264,9 +254,11 @@ def _reasons_of_first(listing: list[InstanceView]) -> str:
 
 def _owned(record: NodeRecord | None, instance: str, node: str, incarnation: str) -> NodeRecord:
     if record is None:
-        raise NotFoundError(f"node '{node}' of instance '{instance}' is not registered (any more): register again")
+        raise errors.NotFoundError(
+            f"node '{node}' of instance '{instance}' is not registered (any more): register again"
+        )
     if record.registration.incarnation != incarnation:
-        raise StaleError(
+        raise errors.StaleError(
             f"node '{node}' of instance '{instance}' is now incarnation {record.registration.incarnation} at "
             f"{record.registration.http_url}, not {incarnation}: two processes use one name, or this one was replaced"
         )

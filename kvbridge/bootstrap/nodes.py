@@ -16,14 +16,7 @@ from kvbridge.api.directory import (
     NodeView,
     TicketEnd,
 )
-from kvbridge.core.errors import (
-    BridgeError,
-    ConflictError,
-    FingerprintMismatchError,
-    InvalidInputError,
-    NotReadyError,
-    StaleError,
-)
+from kvbridge.core import errors
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
 from kvbridge.core.prefixes import identity_conflict
@@ -236,22 +229,22 @@ def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
     return found
 
 
-def mismatch(ours: Instance, others: Sequence[Instance]) -> BridgeError:
+def mismatch(ours: Instance, others: Sequence[Instance]) -> errors.BridgeError:
     """Return why an instance can be paired with none of these, at least one, of the other role."""
     role, name = others[0].first.role, f"'{ours.name}'"
     of_model = [one for one in others if one.first.fingerprint == ours.first.fingerprint]
     if not of_model:
         difference = first_difference(ours.first.geometry, others[0].first.geometry)
-        return FingerprintMismatchError(
+        return errors.FingerprintMismatchError(
             f"no {role} instance holds the model '{ours.first.geometry.name}' of {name}; between {name} (here) and "
             f"'{others[0].name}' (peer) the first difference is: {difference}; give both the same model and encoding"
         )
     pairs = [(ours, one) if ours.first.role is Role.PREFILL else (one, ours) for one in of_model]
     conflicts = [identity_conflict(*(one.first.model_identity for one in pair)) for pair in pairs]
     if all(conflicts):
-        return FingerprintMismatchError(f"no {role} instance holds the weights of {name}: {conflicts[0]}")
+        return errors.FingerprintMismatchError(f"no {role} instance holds the weights of {name}: {conflicts[0]}")
     modes = modes_text(*(one.first for one in of_model))
-    return NotReadyError(
+    return errors.NotReadyError(
         f"{name} meets others by {modes_text(ours.first)}, {role} instances of its model by {modes}: {MODES_REMEDY}"
     )
 
@@ -275,7 +268,7 @@ def succeed(known: NodeEntry | None, registration: NodeRegistration) -> NodeEntr
     if registration.incarnation == present:
         return known.model_copy(update={"registration": registration})
     if registration.incarnation in known.replaced:
-        raise StaleError(
+        raise errors.StaleError(
             f"incarnation {registration.incarnation} of node '{registration.node}' was replaced by {present} at "
             f"{known.registration.http_url}: two processes use one name, or this one should have ended"
         )
@@ -288,28 +281,32 @@ def check_registration(registration: NodeRegistration) -> None:
     who = f"node '{registration.node}' of instance '{registration.instance}'"
     expected = fingerprint(registration.geometry)
     if registration.fingerprint != expected:
-        raise InvalidInputError(
+        raise errors.InvalidInputError(
             f"{who}: the fingerprint {registration.fingerprint} is not that of its geometry ({expected}): "
             "the node runs another version of kvbridge"
         )
     for kind in registration.host:
         if not registration.geometry.component(kind).host_capable:
-            raise InvalidInputError(f"{who}: component '{kind}' cannot live in its host pool")
+            raise errors.InvalidInputError(f"{who}: component '{kind}' cannot live in its host pool")
     modes, control = set(registration.meets_by), registration.control
     if registration.role is Role.PREFILL and control and (modes == {ControlMode.CURVE}) != bool(control.public_key):
-        raise InvalidInputError(f"{who} meets others by {modes_text(registration)}, and its control address differs")
+        raise errors.InvalidInputError(
+            f"{who} meets others by {modes_text(registration)}, and its control address differs"
+        )
     try:
         stage_layers(registration.geometry.layer_count, registration.pp_size, 0, registration.stage_boundaries)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{who}: {error}") from error
+    except errors.InvalidInputError as error:
+        raise errors.InvalidInputError(f"{who}: {error}") from error
     if not registration.ranks:
-        raise InvalidInputError(f"{who} has no rank")
+        raise errors.InvalidInputError(f"{who} has no rank")
     seen: set[Rank] = set()
     for rank in registration.ranks:
         if rank.pp >= registration.pp_size or rank.tp >= registration.tp_size:
-            raise InvalidInputError(f"{who}: no rank {rank} in {registration.pp_size} stages x {registration.tp_size}")
+            raise errors.InvalidInputError(
+                f"{who}: no rank {rank} in {registration.pp_size} stages x {registration.tp_size}"
+            )
         if rank in seen:
-            raise InvalidInputError(f"{who}: rank {rank} is listed twice")
+            raise errors.InvalidInputError(f"{who}: rank {rank} is listed twice")
         seen.add(rank)
 
 
@@ -319,17 +316,17 @@ def check_agreement(new: NodeRegistration, other: NodeRegistration) -> None:
     for name in ("role", "pp_size", "tp_size", "stage_boundaries", "model_identity"):
         ours, theirs = getattr(new, name), getattr(other, name)
         if ours != theirs:
-            raise ConflictError(f"{where}: its {name} is {ours}, that of node '{other.node}' is {theirs}")
+            raise errors.ConflictError(f"{where}: its {name} is {ours}, that of node '{other.node}' is {theirs}")
     if set(new.meets_by) != set(other.meets_by):
-        raise ConflictError(
+        raise errors.ConflictError(
             f"{where}: it meets others by {modes_text(new)}, node '{other.node}' by {modes_text(other)}: {MODES_REMEDY}"
         )
     if difference := first_difference(new.geometry, other.geometry):
-        raise FingerprintMismatchError(
+        raise errors.FingerprintMismatchError(
             f"{where}: {difference} (here: node '{new.node}', peer: node '{other.node}'); "
             "give both the same model and encoding"
         )
     taken = set(other.ranks)
     for rank in new.ranks:
         if rank in taken:
-            raise ConflictError(f"{where}: rank {rank} already lives on node '{other.node}' at {other.http_url}")
+            raise errors.ConflictError(f"{where}: rank {rank} already lives on node '{other.node}' at {other.http_url}")

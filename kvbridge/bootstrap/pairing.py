@@ -28,19 +28,7 @@ from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.store import Claim, Store
 from kvbridge.config.limits import BootstrapTimeouts
 from kvbridge.config.schema import PairingConfig
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    ClientLimitError,
-    ConflictError,
-    DeadlineError,
-    IntegrityError,
-    InvalidInputError,
-    NotReadyError,
-    PeerError,
-    StaleError,
-    UnknownRoomError,
-)
+from kvbridge.core import errors
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.core.process import Clock, monotonic
@@ -51,9 +39,9 @@ from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)
 
-TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
+TRY_ANOTHER = (errors.CapacityError, errors.PeerError, errors.DeadlineError)
 """Refusals by one end; another pair may serve the request. Every other error is the request's own and ends the pairing."""
-NOTHING_TO_CANCEL = frozenset({"", UnknownRoomError.code, StaleError.code})
+NOTHING_TO_CANCEL = frozenset({"", errors.UnknownRoomError.code, errors.StaleError.code})
 DRAWS = 8
 """The most random room ids that are drawn when those before are in use."""
 PAIRED, CANCELLED = "paired", "cancelled"
@@ -74,7 +62,7 @@ class _Attempt:
     """Until then the room may wait for pages."""
     use_until_s: float = 0.0
     """The time at which the ticket runs out."""
-    refusals: dict[str, BridgeError] = field(default_factory=dict)
+    refusals: dict[str, errors.BridgeError] = field(default_factory=dict)
     """By instance, since candidates were last chosen."""
 
     @property
@@ -119,18 +107,18 @@ class PairingService:
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
             if request.wait_s > self._config.max_wait_s:
-                raise InvalidInputError(
+                raise errors.InvalidInputError(
                     f"wait_s is {request.wait_s:g} s, at most {self._config.max_wait_s:g} s are served (pairing.max_wait_s)"
                 )
             if (busy := self._under_way - self._waiting) >= self._config.max_under_way:
-                raise CapacityError(f"{busy} requests are being paired already (pairing.max_under_way)")
+                raise errors.CapacityError(f"{busy} requests are being paired already (pairing.max_under_way)")
             self._under_way += 1
             try:
                 ticket = await self._pair(request)
             finally:
                 self._under_way -= 1
             outcome = PAIRED
-        except BridgeError as error:
+        except errors.BridgeError as error:
             outcome, reason = error.code, str(error)
             raise
         else:
@@ -170,7 +158,7 @@ class PairingService:
     async def _ticket(self, room: int) -> Ticket:
         ticket = await self._rooms.ticket(room)
         if ticket is None:
-            raise UnknownRoomError(
+            raise errors.UnknownRoomError(
                 f"room {room} was not paired here, or is forgotten: rooms are remembered for "
                 f"{self._timeouts.room_keep_s:g} s (timeouts.room_keep_s)"
             )
@@ -184,8 +172,12 @@ class PairingService:
         try:
             try:
                 ticket = await self._in_time(attempt)
-            except CapacityError as error:
-                if error.code != CapacityError.code or not request.wait_s or self._waiting >= self._config.max_waiting:
+            except errors.CapacityError as error:
+                if (
+                    error.code != errors.CapacityError.code
+                    or not request.wait_s
+                    or self._waiting >= self._config.max_waiting
+                ):
                     raise
                 attempt.wait_until_s = wait_until_s
                 self._waiting += 1
@@ -207,13 +199,15 @@ class PairingService:
             if isinstance(claim, Claim):
                 return claim
             if wanted is not None:
-                raise ConflictError(f"room {room} is in use since {claim.age_s:.0f} s: draw another id, or cancel it")
-        raise IntegrityError(f"{DRAWS} random room ids in a row were in use")
+                raise errors.ConflictError(
+                    f"room {room} is in use since {claim.age_s:.0f} s: draw another id, or cancel it"
+                )
+        raise errors.IntegrityError(f"{DRAWS} random room ids in a row were in use")
 
     async def _give_up(self, attempt: _Attempt) -> None:
         try:
             await self._rooms.give_up(attempt.claim, attempt.generation)
-        except BridgeError as error:
+        except errors.BridgeError as error:
             # Not raised: the caller has to learn why there is no ticket. The claim ends by its age.
             log.warning("room_stays_claimed", room=attempt.room, code=error.code, reason=str(error))
 
@@ -223,7 +217,7 @@ class PairingService:
             async with asyncio.timeout(self._timeouts.pair_s + self._wait_left_s(attempt)):
                 return await self._try_candidates(attempt)
         except TimeoutError as error:
-            raise DeadlineError(
+            raise errors.DeadlineError(
                 f"room {attempt.room}: no pair was reserved within {self._timeouts.pair_s:g} s (timeouts.pair_s)"
             ) from error
 
@@ -244,11 +238,13 @@ class PairingService:
                 break
         raise self._nobody(attempt)
 
-    def _nobody(self, attempt: _Attempt) -> CapacityError:
+    def _nobody(self, attempt: _Attempt) -> errors.CapacityError:
         """Return the error that tells the caller when to come back: full before a client's limit before unreachable."""
-        limits = [error for error in attempt.refusals.values() if isinstance(error, CapacityError)]
+        limits = [error for error in attempt.refusals.values() if isinstance(error, errors.CapacityError)]
         kinds = {type(error) for error in limits}
-        kind = next((kind for kind in (CapacityError, ClientLimitError) if kind in kinds), NotReadyError)
+        kind = next(
+            (kind for kind in (errors.CapacityError, errors.ClientLimitError) if kind in kinds), errors.NotReadyError
+        )
         causes = "; ".join(f"'{instance}': {error}" for instance, error in attempt.refusals.items())
         return kind(
             f"room {attempt.room}: no pair could be reserved: {causes}",
@@ -292,7 +288,7 @@ class PairingService:
                 reason = "the other end could not be reserved"
                 await _finish(self._cancel(asked, attempt.room, attempt.generation, reason))
         if not kept:
-            raise NotReadyError(
+            raise errors.NotReadyError(
                 f"room {attempt.room}: another pairing has taken the room, or the store has lost it; nothing is reserved"
             )
         return ticket
@@ -301,7 +297,7 @@ class PairingService:
         """Return for how long the ticket can still be used. Raises DeadlineError."""
         left_s = attempt.use_until_s - self._clock()
         if left_s <= 0:
-            raise DeadlineError("its ticket had run out before both ends were reserved (timeouts.ticket_s)")
+            raise errors.DeadlineError("its ticket had run out before both ends were reserved (timeouts.ticket_s)")
         return left_s
 
     def _wait_left_s(self, attempt: _Attempt) -> float:
@@ -337,16 +333,18 @@ class PairingService:
             async with asyncio.timeout(limit_s + admission.wait_s):
                 report = await self._daemons.admit(url, admission)
             if (report.room, report.generation, report.role) != (admission.room, admission.generation, role):
-                raise PeerError(
+                raise errors.PeerError(
                     f"{url} has admitted room {report.room} generation {report.generation} as {report.role}, asked for "
                     f"{admission.room} generation {admission.generation} as {role}: is http.advertise_url another daemon's?"
                 )
             code = ""
         except TimeoutError as error:
-            code = DeadlineError.code
+            code = errors.DeadlineError.code
             waited = f" after its wait of {admission.wait_s:g} s" if admission.wait_s else ""
-            raise DeadlineError(f"{url} did not answer within {limit_s:g} s{waited} (timeouts.reserve_s)") from error
-        except BridgeError as error:
+            raise errors.DeadlineError(
+                f"{url} did not answer within {limit_s:g} s{waited} (timeouts.reserve_s)"
+            ) from error
+        except errors.BridgeError as error:
             code = error.code
             raise
         else:
@@ -382,8 +380,8 @@ class PairingService:
                     return EndReport(url=url, report=await call(url))
             except TimeoutError:
                 text = f"{url} did not answer within {self._timeouts.reserve_s:g} s (timeouts.reserve_s)"
-                return EndReport(url=url, error_code=DeadlineError.code, error=text)
-            except BridgeError as error:
+                return EndReport(url=url, error_code=errors.DeadlineError.code, error=text)
+            except errors.BridgeError as error:
                 return EndReport(url=url, error_code=error.code, error=str(error))
 
         return tuple(await asyncio.gather(*map(ask, urls)))

@@ -68,9 +68,7 @@ class RedisStore:
         self._where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
         if isinstance(client.connection_pool, _MasterPool):
             self._where = f"the sentinels of {client.connection_pool.service_name}"
-        self._namespace = namespace
-        self._timeout_s = timeout_s
-        self._metrics = metrics
+        self._namespace, self._timeout_s, self._metrics = namespace, timeout_s, metrics
         self._entries: dict[bytes, NodeEntry | None] = {}
         """By digest; None stands for a malformed entry."""
         self._told: set[tuple[str, ...]] = set()
@@ -78,9 +76,8 @@ class RedisStore:
         times_s = {"expire": expire_after_s, "claim": rooms.claim_s, "keep": rooms.keep_s, "note_keep": NOTE_KEEP_S}
         limits = {f"{name}_ms": max(1, round(seconds * 1e3)) for name, seconds in times_s.items()}
         limits |= {"max_rooms": rooms.max_rooms, "note_instances": NOTE_INSTANCES, "notes": NOTES}
-        prelude, *parts = re.split(
-            r"(?m)^--- (\w+).*\n", resources.files(__package__).joinpath("redis_store.lua").read_text()
-        )
+        scripts = resources.files(__package__).joinpath("redis_store.lua").read_text()
+        prelude, *parts = re.split(r"(?m)^--- (\w+).*\n", scripts)
         head = "".join(f"local {name} = {value}\n" for name, value in limits.items()) + prelude
         self._scripts = {
             name: client.register_script(f"{head}{body}end)() or false)")

@@ -105,9 +105,7 @@ class MemoryStore:
     """
 
     def __init__(self, *, expire_after_s: float, rooms: RoomTimes, clock: Clock = monotonic) -> None:
-        self._expire_after_s = expire_after_s
-        self._times = rooms
-        self._clock = clock
+        self._expire_after_s, self._times, self._clock = expire_after_s, rooms, clock
         self._nodes: dict[NodeKey, _Node] = {}
         self._numbers = count()
         self._rooms: OrderedDict[int, _Room] = OrderedDict()

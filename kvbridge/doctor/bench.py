@@ -26,15 +26,7 @@ from pydantic import Field, ValidationError
 from kvbridge import __version__
 from kvbridge.config.transports import TransportSettings
 from kvbridge.control.requests import RequestClient
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    DeadlineError,
-    DigestMismatchError,
-    InvalidInputError,
-    PeerError,
-    TransportError,
-)
+from kvbridge.core import errors
 from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, Closing, monotonic
@@ -128,20 +120,20 @@ class Lender(Closing):
         except ValidationError as error:
             unknown = f"this release ({__version__}) does not know the question: {error.errors()[0]['msg']}"
             answer = Answer(error=unknown)
-        except BridgeError as error:
+        except errors.BridgeError as error:
             answer = Answer(error=str(error))
         return answer.model_dump_json().encode()
 
     def _answer(self, question: Question) -> Answer:
         now_s = self._clock()
         if self._trial not in {"", question.trial} and now_s - self._heard_s < IDLE_S:
-            raise CapacityError(
+            raise errors.CapacityError(
                 f"another trial is under way; try again when it ends, or {IDLE_S:g} s after its last word"
             )
         self._trial, self._heard_s = question.trial, now_s
         length_bytes, own_bytes = question.length_bytes, self._buffer.length_bytes
         if length_bytes > own_bytes:
-            raise InvalidInputError(f"the buffer has {own_bytes} bytes, asked for {length_bytes}")
+            raise errors.InvalidInputError(f"the buffer has {own_bytes} bytes, asked for {length_bytes}")
         match question.ask:
             case "open":
                 endpoint = base64.b64encode(self._transport(question.transport).endpoint().data).decode()
@@ -223,7 +215,7 @@ class Trial:
         self._ask("fill", value=int(self._rng.integers(256)))
         took_s = self._move(self._operations(places, size_bytes))
         if self._ask("checksum", length_bytes=used).checksum != crc32c.crc32c(expected.reshape(-1).data):
-            raise DigestMismatchError(
+            raise errors.DigestMismatchError(
                 f"{self.name} reported {count} operations of {size_bytes} B as done, and other bytes arrived"
             )
         return took_s
@@ -246,7 +238,7 @@ class Trial:
         while not (status := transfer.poll()).state.terminal:
             time.sleep(pause_s)
         if status.state is not TransferState.DONE:
-            raise TransportError(f"{self.name} could not move {operations.total_bytes} bytes: {status.error}")
+            raise errors.TransportError(f"{self.name} could not move {operations.total_bytes} bytes: {status.error}")
         return time.perf_counter() - begun_s
 
     def _connect(self, endpoint: Endpoint) -> Peer:
@@ -254,7 +246,7 @@ class Trial:
         until_s = time.monotonic() + CONNECT_S
         while (peer := connection.poll()) is None:
             if time.monotonic() > until_s:
-                raise DeadlineError(f"{self.name} is still connecting after {CONNECT_S:g} s")
+                raise errors.DeadlineError(f"{self.name} is still connecting after {CONNECT_S:g} s")
             time.sleep(POLL_PAUSE_S)
         return peer
 
@@ -263,7 +255,9 @@ class Trial:
         try:
             answer = Answer.model_validate_json(self.client.ask(question.model_dump_json().encode()), extra="ignore")
         except ValidationError as error:
-            raise PeerError(f"the other side answers something else: is it bench-peer --listen? ({error})") from error
+            raise errors.PeerError(
+                f"the other side answers something else: is it bench-peer --listen? ({error})"
+            ) from error
         if answer.error:
-            raise PeerError(f"the other side: {answer.error}")
+            raise errors.PeerError(f"the other side: {answer.error}")
         return answer
