@@ -1,8 +1,7 @@
-"""CURVE keys: the peers that may speak to a node, and the instances for which they may speak.
+"""CURVE keys: the peers that may talk to a node, and the instances for which they may speak.
 
-A key is 32 bytes, written as 40 characters of Z85. A key file is one line, the key; a secret's file has mode 0600. An entry of the
-allow-list is a public key and optionally the name of the only instance that it may speak for. A key may have several entries, one
-for each instance.
+A key is 32 bytes, written as 40 characters of Z85. A key file is one line, the key; the file of a secret has mode 0600. An entry of
+the allow-list is a public key and optionally an instance for which it may speak. A key may have an entry for each of its instances.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ AllowList = Mapping[str, frozenset[str]]
 class CurveKeys:
     """A process's key pair, and the public keys that may connect to it.
 
-    The own public key is always allowed, and may speak for any instance; with an empty `allowed` it is the only one.
+    The own public key is always allowed, and may speak for any instance. With an empty `allowed` it is the only allowed key.
     """
 
     public: str
@@ -142,8 +141,8 @@ def _create(path: Path, mode: int) -> int:
 def read_allowed(entries: Iterable[str], path: Path | None) -> AllowList:
     """Return the allow-list of a configuration's own entries and of a file (one entry a line, `# ` comments).
 
-    Raises ConfigError that names the line for a malformed entry and for a key with and without an instance, and an error for a file
-    that others than its owner can write: they could let anybody in.
+    Raises ConfigError, which names the line, for a malformed entry and for a key both with and without an instance, and an error
+    for a file that others than its owner can write: they could let anybody in.
     """
     named = [
         (text, f"control.curve.allowed_public_keys entry {number}") for number, text in enumerate(entries, start=1)
@@ -182,7 +181,7 @@ def parse_entry(text: str, where: str) -> tuple[str, str] | None:
 
 
 def readable_by_design(facts: os.stat_result) -> int:
-    """Return the mode bits that a secret's file may have: root gives daemons of a group their secrets so (Kubernetes does)."""
+    """Return the mode bits for others that a secret's file may have: root gives secrets to daemons by their group (Kubernetes)."""
     return stat.S_IRGRP if facts.st_uid == 0 != os.geteuid() else 0
 
 
@@ -239,7 +238,7 @@ class Gate:
             )
 
     def follow(self) -> bool:
-        """Look at the file; return whether another list is in force now. An unreadable file leaves the former list in force."""
+        """Read a file that has changed; return whether another list is in force now. An unreadable file changes nothing."""
         stamp = self._look()
         if stamp == self._stamp:
             return False

@@ -1,8 +1,8 @@
-"""The sockets of KV events: a PUB that tells what happens, and a ROUTER that tells again what a subscriber has missed.
+"""The sockets of KV events: a PUB that tells events, and a ROUTER that repeats events for a subscriber that has missed some.
 
-Three frames are one message, as from vLLM and SGLang: topic, sequence number (8 bytes, big-endian), `KVEventBatch`. A replay begins
-with a sequence number from a REQ or DEALER, goes on with messages and ends with number -1. Where the first number asked for is not
-kept any more, or has not been given yet, the replay is one message instead: everything that is cached, under the last number.
+Three frames are one message, as from vLLM and SGLang: topic, sequence number (8 bytes, big-endian), `KVEventBatch`. A subscriber
+asks by a REQ or DEALER for all messages from a number on. They come, and then number -1. For a first number that is not kept any
+more, or not given yet, one message comes instead: everything that is cached, under the last number.
 """
 
 from __future__ import annotations

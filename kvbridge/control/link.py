@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from kvbridge.control.peers import PeerEnd
 
 _ACK_DELAY_S = 0.01
-"""An acknowledgement waits at most so long for a message to ride on, and less than half a resend, or everything
-would be sent twice."""
+"""An acknowledgement waits at most so long for a message to ride on, and less than half a resend, or all would be sent twice."""
 _ACK_AT_ONCE_PART = 4
-"""An acknowledgement goes out at once when this part (1/n) of the window is unacknowledged."""
+"""An acknowledgement goes out at once when this part (1/n) of the window waits for one."""
 _TIMER_SLACK_S = 0.001
 
 
@@ -46,13 +45,13 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PeerCallbacks:
-    """Called in the loop, one after another. None may block."""
+    """The loop makes these calls one after another. None may block."""
 
     on_message: Callable[[str, PeerMessage], None]
     """(peer incarnation, message): each message once, in its sender's order. A BridgeError refuses the message for good."""
     on_undelivered: Callable[[str, PeerMessage, float], None] = _ignore
-    """(peer incarnation, message, age in seconds): the conversation is over, and this message was not acknowledged. It may have
-    arrived all the same."""
+    """(peer incarnation, message, age in seconds): the conversation is over, and this message, which may have arrived, was not
+    acknowledged."""
     on_refused: Callable[[str, str], None] = _ignore
     """(kind, detail): a frame or a connection was refused. `kind` is one of few words, and the label of a metric."""
     on_resent: Callable[[int], None] = _ignore
@@ -63,8 +62,8 @@ class PeerCallbacks:
     on_cut: Callable[[], None] = _ignore
     """On a client: the connection has ended, or none could be made. `Link.cut_s` counts from here."""
     on_met: Callable[[str], object] = _ignore
-    """(peer incarnation): on a client, once, before the conversation begins, the server
-    that answers. The call may close the client."""
+    """(incarnation of the server that answers): on a client, once, before the conversation begins. The call may close the
+    client."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +72,9 @@ class PeerSettings:
 
     delivery: DeliverySettings = field(default_factory=DeliverySettings)
     max_connections: int = 1_024
-    """Connections at once, also those that have not proved who they are: of a server, and of all clients together."""
+    """The most connections of a server, and of all clients together, with those that have not proved their identity."""
     handshake_s: float = 10.0
-    """A connection is closed when it has not proved within this time who it is."""
+    """The time within which a connection has to prove an identity, or it is closed."""
 
 
 class Link:
@@ -89,7 +88,7 @@ class Link:
         self.route = b""
         self.heard_at_s = -math.inf
         self.cut_at_s = math.inf
-        """Monotonic time at which the connection to the peer ended; infinity while we know of none that ended."""
+        """Monotonic time at which the connection to the peer ended; infinity while none is known to have ended."""
         self.closed = False
         self._owner = owner
         self._loop = asyncio.get_running_loop()
@@ -109,7 +108,7 @@ class Link:
 
     @property
     def cut_s(self) -> float:
-        """Seconds without a connection to the peer, as far as is known; 0 while there is one."""
+        """Seconds without a connection to the peer; 0 while there is one."""
         return max(0.0, monotonic() - self.cut_at_s)
 
     @property
@@ -157,7 +156,7 @@ class Link:
         self._work()
 
     def close(self, *, report: bool = True) -> None:
-        """Acknowledge a last time, end the conversation, report unacknowledged messages as undelivered. Harmless when closed."""
+        """Acknowledge a last time, end the conversation, and report undelivered messages. Harmless when closed."""
         self._acknowledge()
         self.closed = True
         if self._timer is not None:

@@ -1,9 +1,9 @@
 """Unix stream sockets between the daemon of a node and its rank workers and engines.
 
-A connection is a client, and the end of the connection is the end of the client: memory was handed over on that connection, so
-neither side gets a second chance. A frame is one byte of protocol version, three of length, and a message. Two frames carry no
-message: the daemon's first frame tells its incarnation, and an empty frame tells a client that the daemon has given it up. A client
-that can connect is trusted. A client trusts a runtime directory only if it belongs to the client's user or to the named one.
+A connection is a client. Memory is handed over on a connection, so the end of the connection is the end of the client. A frame is
+one byte of protocol version, three of length, and a message. Two frames carry no message: the daemon's first frame tells its
+incarnation, and an empty frame tells a client that the daemon has given it up. The daemon trusts a client that can connect. A
+client trusts a runtime directory that belongs to the client's user or to the named one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from kvbridge.control.processes import PeerProcess
-from kvbridge.control.runtime_directory import listen_at, remove_socket, require_private_directory
+from kvbridge.control.unix_sockets import PeerProcess, listen_at, remove_socket, require_private_directory
 from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
 from kvbridge.core.ids import FrozenModel
@@ -34,15 +33,14 @@ InboundT = TypeVar("InboundT", bound=FrozenModel)
 OutboundT = TypeVar("OutboundT", bound=FrozenModel)
 
 MAX_UNSENT_BYTES = 16 << 20
-"""Frames that wait in this process for an end that does not read, beside what the kernel holds."""
+"""Frames that wait in this process for an end that does not read, beside those in the kernel."""
 _HEAD_BYTES = 4
 _READ_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 18
 """One call hands at most this much to the kernel."""
 _SEND_BUFFER_BYTES = 4 << 20
-"""The kernel takes this much of a burst at once, so that it arrives though the client makes no further call. By its own default the
-kernel takes about 280 small messages, each of which costs it 768 bytes; it grants up to twice `net.core.wmem_max`, at least 550
-messages."""
+"""The kernel takes so much of a burst at once, and the burst arrives though the client makes no further call. By default the kernel
+takes about 280 small messages, each of which costs 768 bytes. It grants up to twice `net.core.wmem_max`, at least 550 messages."""
 _GIVEN_UP = b""
 _DAEMON_ENDED = "the daemon has ended or closed the connection"
 _CLOSED = "this client is closed"
@@ -50,8 +48,8 @@ _CONNECT_AGAIN_S = 0.02
 _LAST_FRAMES_S = 0.2
 """How long a client that is closed waits for its last frames to leave."""
 
-# Unlike Python's own, these calls keep the interpreter's lock. They never wait, and beside a thread that computes, as in an
-# engine's process, a lock that is let go is had back up to 5 ms later.
+# These calls keep the interpreter's lock, unlike Python's own. They never wait. A thread that lets the lock go beside one that
+# computes, as in an engine's process, gets the lock back up to 5 ms later.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _recv, _send = _libc.recv, _libc.send
 _recv.argtypes = _send.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -138,10 +136,10 @@ class LocalServer(Generic[InboundT, OutboundT]):
     ) -> None:
         """Listen on `path`, in a directory that `prepare_runtime_directory` has prepared. Raises as `listen_at`.
 
-        `on_message(client, message)`: messages come in order; a BridgeError refuses the message and is counted under its code.
-        `on_gone(client, process)`: the connection has ended, or the client broke the protocol. Only `process` tells whether the
-        process has ended as well; it is closed after the call, unless the call uses `when_ended`. `on_refused(kind, detail)`: a
-        frame or a connection was refused. `to_group`: the group of the directory may connect, too.
+        `on_message(client, message)` gets messages in order; a BridgeError refuses the message. `on_gone(client, process)`: the
+        connection has ended, or the client broke the protocol. Only `process` knows whether the process has ended as well; it is
+        closed after the call, unless the call uses `when_ended`. `on_refused(kind, detail)`: a frame or a message was refused.
+        `to_group`: the group of the directory may connect, too.
         """
         self._greeting = framed(incarnation.encode())
         self._path = path
@@ -158,8 +156,8 @@ class LocalServer(Generic[InboundT, OutboundT]):
     def send(self, client: str, message: OutboundT) -> None:
         """Send to a client.
 
-        Raises NotFoundError when the client is gone, CapacityError when it has left megabytes unread, InvalidInputError when the
-        message does not fit into a frame.
+        Raises NotFoundError for a client that is gone, CapacityError for one that has left megabytes unread, InvalidInputError for
+        a message that does not fit into a frame.
         """
         transport, frame = self._known(client).transport, framed(self._outbound.encode_body(message))
         if transport.get_write_buffer_size() + len(frame) > MAX_UNSENT_BYTES:
@@ -245,10 +243,10 @@ class LocalClient(Generic[InboundT, OutboundT]):
         *,
         daemon_user: int | None = None,
     ) -> None:
-        """Connect if the daemon is there; otherwise `send` waits for it.
+        """Connect if the daemon is there; otherwise `send` waits for the daemon.
 
         `daemon_user`: the number of the daemon's user (default: this process's). Raises ConfigError for an unfit path, and for a
-        runtime directory that belongs to another user or that others can write.
+        runtime directory of another user or one that others can write.
         """
         check_ipc_path(str(path))
         self._path = path
@@ -267,14 +265,14 @@ class LocalClient(Generic[InboundT, OutboundT]):
 
     @property
     def daemon_ended(self) -> bool:
-        """Whether the last call found that the daemon has ended; False when the daemon has only given this client up."""
+        """Whether the last call found that the daemon has ended. False: the daemon has only given this client up."""
         return self._gone == _DAEMON_ENDED
 
     def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
         """Hand a message over, waiting at most `timeout_s` for the connection, or for a daemon that does not read.
 
-        The next call sends the bytes that the kernel does not take now. Raises NotReadyError after `timeout_s`, when the message is
-        not sent; PeerError once the daemon is gone; InvalidInputError when the message is too large.
+        The next call sends the bytes that the kernel does not take now. Raises NotReadyError when the message was not sent in time,
+        PeerError once the daemon is gone, InvalidInputError for a message that is too large.
         """
         frame = framed(self._outbound.encode_body(message))
         deadline_s = time.monotonic() + timeout_s
@@ -290,9 +288,9 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._flush()
 
     def receive(self, timeout_s: float) -> InboundT | None:
-        """Return the next message, or None when none came within `timeout_s` (0: it does not wait).
+        """Return the next message, or None when none came within `timeout_s` (0: do not wait). Unknown messages are dropped.
 
-        Raises PeerError once the daemon is gone and its last message was read. A frame that is no known message is dropped.
+        Raises PeerError once the daemon is gone and its last message was read.
         """
         deadline_s = time.monotonic() + timeout_s
         if not self._reach(deadline_s):
@@ -307,7 +305,7 @@ class LocalClient(Generic[InboundT, OutboundT]):
                 return None
 
     def close(self) -> None:
-        """Disconnect after at most 0.2 s, in which the last messages can leave. Harmless when closed."""
+        """Disconnect, after at most 0.2 s for the last messages. Harmless when closed."""
         deadline_s = time.monotonic() + _LAST_FRAMES_S
         while self._unsent and not self._gone and self._wait(select.POLLOUT, deadline_s):
             self._send_waiting()

@@ -1,11 +1,11 @@
 """Connections between the daemons of different nodes: one a pair, messages both ways, each delivered once or reported.
 
 The client (a decode node) opens the connection, asks which incarnation answers (link 0, which leaves no trace), and begins a
-numbered link; the server (a prefill node) learns the client's incarnation from the first frame of a link. An incarnation has one
-link to another. A client that meets a server to which there is a link already, by another address, is closed before it begins a
-link: a later link would end the former one. A new connection of the same link continues where the old one broke off. When either
-side has lost its memory of a link (a restart, `forget`), the server answers frames of the link with its negative number; the client
-then reports open messages as undelivered and begins the next link.
+numbered link. The server (a prefill node) learns the client's incarnation from the first frame of a link. Two incarnations have one
+link. A client that meets a server to which there is a link already, by another address, is closed before it begins a link, since a
+later link would end the former one. A new connection of the same link continues where the old one broke off. When either side has
+lost its memory of a link (a restart, `forget`), the server answers frames of the link with its negative number. The client then
+reports open messages as undelivered and begins the next link.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ZMTP_TIMEOUT_MS = 15_000
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """The identity of this process to its peers. Without keys it speaks in the clear, on loopback only unless `insecure`."""
+    """The identity of this process to its peers. Without keys it talks in the clear, and on loopback only unless `insecure`."""
 
     incarnation: str
     keys: CurveKeys | None = None
@@ -170,10 +170,10 @@ class PeerServer(PeerEnd):
         settings: PeerSettings | None = None,
         gate: Gate | None = None,
     ) -> None:
-        """Listen; `endpoint` is the real one afterwards (port 0 picks a port). `gate`: of `identity.keys` unless given.
+        """Listen; `self.endpoint` is the real one (port 0 picks a port). `gate`: of `identity.keys` unless given.
 
-        Raises ConflictError when the address is taken, ConfigError when it does not exist here, is malformed, or leaves
-        this machine without keys.
+        Raises ConflictError for a taken address, ConfigError for one that does not exist here, is malformed, or leaves this machine
+        without keys.
         """
         identity.require_keys(endpoint, "listen on")
         super().__init__(identity, callbacks, settings)
@@ -213,19 +213,19 @@ class PeerServer(PeerEnd):
         return link
 
     def barred(self) -> tuple[str, ...]:
-        """Return known peers whose key `gate` does not accept any more. Their frames are refused; the caller forgets them."""
+        """Return known peers whose key `gate` does not accept any more. Their frames are refused; the caller forgets the peers."""
         return tuple(peer for peer, link in self._links.items() if not self.gate.allows(link.user))
 
     def forget(self, peer: str) -> None:
-        """Drop a peer, and report its unacknowledged messages. A peer that is still there learns of it and begins a new link."""
+        """Drop a peer, and report its unacknowledged messages. A peer that is still there learns it and begins a new link."""
         link = self._links.pop(peer, None)
         if link is not None:
             link.close()
 
     def close(self) -> None:
-        """Stop listening; waits at most for the sockets' linger (0.2 s). Reports nothing as undelivered.
+        """Stop listening, within the sockets' linger (0.2 s). Reports nothing as undelivered.
 
-        A client that has not read its last messages by then loses them: `flush` first.
+        A client loses the messages that it has not read by then: `flush` first.
         """
         for link in self._links.values():
             link.close(report=False)
@@ -320,10 +320,9 @@ class PeerClient(PeerEnd):
         context: SocketContext,
         settings: PeerSettings | None = None,
     ) -> None:
-        """Begin to connect; returns at once.
+        """Begin to connect. `server_key`: the server's public key in Z85, required when we have keys.
 
-        `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError for a malformed endpoint or
-        key, or when the connection would leave this machine in the clear.
+        Raises ConfigError for a malformed endpoint or key, and for a connection that would leave this machine in the clear.
         """
         super().__init__(identity, callbacks, settings)
         self._endpoint = endpoint

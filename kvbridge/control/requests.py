@@ -1,4 +1,4 @@
-"""Requests and answers between commands of two hosts; a client also finds out whether a control socket accepts it."""
+"""Requests and answers between commands of two hosts. A client also finds out whether a control socket accepts it."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class RequestClient(Closing):
     """Sends requests to one server, from code without an event loop. A request that is not answered in time ends it."""
 
     def __init__(self, endpoint: str, *, keys: CurveKeys | None, server_key: str, timeout_s: float) -> None:
-        """Connect and shake hands within `timeout_s`; the daemon behind the socket does not notice. An empty key: our own pair's.
+        """Connect and shake hands within `timeout_s`, unnoticed by the daemon. An empty `server_key`: that of our own pair.
 
-        Raises PeerError when nobody answers the connection, UnauthorizedError when the handshake is refused, DeadlineError when it
-        does not end.
+        Raises PeerError when nobody answers the connection, UnauthorizedError when the handshake is refused, DeadlineError when the
+        handshake does not end.
         """
         self._name = endpoint
         self._timeout_s = timeout_s

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets inside an asyncio loop: their keys, and how many connections they take.
+"""ZeroMQ sockets inside an asyncio loop, with their keys and the limit of their connections; the holders of TCP ports.
 
 The descriptor of a ZeroMQ socket signals edges: it becomes readable when *something* has changed, once, and any call on the socket
 may consume the signal. Therefore a `LoopSocket` asks the socket itself after every wake and every send whether frames wait.
@@ -8,28 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import os
 import socket as unix
 import struct
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
 
 from kvbridge.control.keys import CurveKeys, Gate
-from kvbridge.control.processes import tcp_listeners
 from kvbridge.core.addresses import parse_tcp
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
 
 SENDS_QUEUED = 10_000
 """High-water mark of every socket: frames that wait for one connection before a send is refused or dropped."""
 RECEIVES_QUEUED = 64
-"""Frames of one connection that wait for the loop. A peer that sends faster waits: its frames would fill our memory."""
+"""Frames of one connection that wait for the loop. A peer that sends faster waits, or its frames would fill our memory."""
 CLOSE_LINGER_MS = 200
 FRAMES_PER_TURN = 128
 TURN_S = 0.02
-"""A socket lets the rest of the loop run after so many frames, or so long."""
+"""A socket lets the rest of the loop run after so many frames, or after this time."""
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN = b"kvbridge"
 _ZAP_VERSION = b"1.0"
@@ -216,10 +220,11 @@ class Authenticator:
 class ConnectionLimit:
     """Bounds the connections of one listening ZeroMQ socket. The socket's monitor reports them.
 
-    ZeroMQ accepts every connection in a thread of its own. No option bounds this, and to unbind the address would end every
-    connection that was accepted there. Each connection beyond the limit is shut down instead, and ZeroMQ closes it. ZeroMQ may have
-    closed the descriptor meanwhile, and then it may be anybody's: we copy it, check that the copy is a connection of this address,
-    and shut the copy down. The copy takes the place of a descriptor held in reserve, so this works in a process without a free one.
+    ZeroMQ accepts every connection in a thread of its own. No option bounds their number, and to unbind the address would end every
+    connection that was accepted there. Each connection beyond the limit is therefore shut down, and ZeroMQ closes it. ZeroMQ may
+    have closed the descriptor meanwhile, and its number may be another file's. We copy the descriptor, check that the copy is a
+    connection of this address, and shut the copy down. The copy takes the place of a descriptor held in reserve, since a process
+    may have no free one.
     """
 
     def __init__(self, most: int, on_refused: Callable[[], None]) -> None:
@@ -262,3 +267,62 @@ class ConnectionLimit:
             return  # it has ended by itself
         finally:
             os.dup2(self._nothing, place, inheritable=False)
+
+
+# ------------------------------------------------------------------------------------------- holders of TCP ports
+
+PROC = Path("/proc")
+_LISTENS = "0A"
+
+
+class TcpListener(NamedTuple):
+    """A listening socket. `pid` is 0 and the command empty when this process may not look into the socket's process."""
+
+    host: str
+    port: int
+    pid: int
+    command: str
+
+
+def tcp_listeners(proc: Path = PROC) -> list[TcpListener]:
+    """Return every listening TCP socket of this network namespace."""
+    found = [
+        (host, port, inode) for table in ("tcp", "tcp6") for host, port, inode in _read_table(proc / "net" / table)
+    ]
+    holders = _holders(proc, {inode for _, _, inode in found})
+    return [TcpListener(host, port, *holders.get(inode, (0, ""))) for host, port, inode in found]
+
+
+def _read_table(path: Path) -> Iterator[tuple[str, int, str]]:
+    try:
+        lines = path.read_text().splitlines()[1:]
+    except OSError:
+        return
+    for fields in map(str.split, lines):
+        if fields[3] == _LISTENS:
+            address, _, port = fields[1].rpartition(":")
+            yield _readable(address), int(port, 16), f"socket:[{fields[9]}]"
+
+
+def _readable(address: str) -> str:
+    """The kernel prints 32-bit words in the machine's own order."""
+    words = [int(address[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(address), 8)]
+    found = ipaddress.ip_address(b"".join(words))
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def _holders(proc: Path, inodes: set[str]) -> dict[str, tuple[int, str]]:
+    found: dict[str, tuple[int, str]] = {}
+    for process in proc.glob("[0-9]*") if inodes else ():
+        try:
+            held = set[str]()
+            for link in (process / "fd").iterdir():
+                with suppress(OSError):  # closed meanwhile, as the one that lists our own directory
+                    held |= {str(link.readlink())} & inodes
+            if held:
+                words = (process / "cmdline").read_text(errors="replace").replace("\0", " ").split()
+                command = " ".join(words)[:100] or (process / "comm").read_text().strip()
+                found |= dict.fromkeys(held, (int(process.name), command))
+        except OSError:
+            continue  # it has ended meanwhile, or belongs to another user
+    return found

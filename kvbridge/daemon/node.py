@@ -18,7 +18,7 @@ import structlog
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.control.kv_events import KvEvents
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
+from kvbridge.control.unix_sockets import group_number, prepare_runtime_directory
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.kept_pools import KeptJournal, PageDigests, RestoredCopies
 from kvbridge.daemon.lifecycle import Daemon

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbridge.control.runtime_directory import require_private_directory
+from kvbridge.control.unix_sockets import require_private_directory
 from kvbridge.core.errors import CHECKOUT, BridgeError, ConfigError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, size, warning

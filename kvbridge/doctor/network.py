@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvbridge.config.endpoints import is_wildcard
-from kvbridge.control.processes import TcpListener, tcp_listeners
+from kvbridge.control.sockets import TcpListener, tcp_listeners
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, Needs, Port, breaks, fine, not_here, warning

@@ -11,7 +11,7 @@ from typing import TypeVar
 import structlog
 
 from kvbridge.control.local import LocalClient
-from kvbridge.control.runtime_directory import ENGINE_SOCKET
+from kvbridge.control.unix_sockets import ENGINE_SOCKET
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from kvbridge.control.runtime_directory import WORKER_SOCKET
+from kvbridge.control.unix_sockets import WORKER_SOCKET
 from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind
 from kvbridge.core.geometry.manifest import Region

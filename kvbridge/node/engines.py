@@ -18,8 +18,7 @@ import structlog
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.api.status import EngineStatus
 from kvbridge.control.local import LocalServer
-from kvbridge.control.processes import PeerProcess
-from kvbridge.control.runtime_directory import ENGINE_SOCKET
+from kvbridge.control.unix_sockets import ENGINE_SOCKET, PeerProcess
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,

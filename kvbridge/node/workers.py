@@ -17,8 +17,7 @@ import structlog
 from kvbridge.api.status import RankStatus
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.local import LocalServer
-from kvbridge.control.processes import PeerProcess
-from kvbridge.control.runtime_directory import WORKER_SOCKET
+from kvbridge.control.unix_sockets import WORKER_SOCKET, PeerProcess
 from kvbridge.core.errors import BridgeError, NotReadyError, ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import NodeIdentity, Rank

@@ -18,7 +18,7 @@ import pytest
 from kvbridge.api.endpoint_file import DaemonEndpoint
 from kvbridge.cli.local_cluster import LOG_JSON, DaemonProcess, daemon_config
 from kvbridge.control.keys import generate_keys, write_keys
-from kvbridge.control.runtime_directory import ENGINE_SOCKET, WORKER_SOCKET
+from kvbridge.control.unix_sockets import ENGINE_SOCKET, WORKER_SOCKET
 from kvbridge.processes import ChildProcess, stop_all, wait_for
 from tests.helpers.cluster import eventually
 from tests.helpers.other_user import ROOT, as_user

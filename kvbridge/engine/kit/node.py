@@ -32,7 +32,7 @@ from kvbridge.api.endpoint_file import DaemonEndpoint, read_endpoint
 from kvbridge.config.loading import merge_config
 from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
 from kvbridge.config.transports import TransportName, TransportSettings
-from kvbridge.control.runtime_directory import ENGINE_SOCKET, prepare_runtime_directory, require_unserved
+from kvbridge.control.unix_sockets import ENGINE_SOCKET, prepare_runtime_directory, require_unserved
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.errors import WITH_LIBRARIES, ConfigError, ConflictError, NotReadyError, PeerError, UnsupportedError
 from kvbridge.core.ids import Rank, Role

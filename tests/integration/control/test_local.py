@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from kvbridge.control import processes
+from kvbridge.control import unix_sockets
 from kvbridge.control.local import LocalClient, LocalServer, framed
-from kvbridge.control.runtime_directory import prepare_runtime_directory
+from kvbridge.control.unix_sockets import prepare_runtime_directory
 from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
@@ -126,7 +126,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("named_by", ["pidfd", "pid"])
 async def test_the_end_of_a_process_is_told_apart_from_that_of_its_connection(node, named_by, monkeypatch):
     if named_by == "pid":  # as on a kernel before Linux 6.5, which answers an unknown option so
-        monkeypatch.setattr(processes, "_SO_PEERPIDFD", 0x7FFF)
+        monkeypatch.setattr(unix_sockets, "_SO_PEERPIDFD", 0x7FFF)
     node.follows = True
     command = [sys.executable, "-c", _LEAVING, str(node.path)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)  # noqa: ASYNC220 - returns at once

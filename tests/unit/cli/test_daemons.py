@@ -11,8 +11,8 @@ from kvbridge.cli import daemons
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, EXIT_UNAVAILABLE
 from kvbridge.config.loading import read_secret
 from kvbridge.control.keys import load_keys
-from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.control.sockets import bind_error
+from kvbridge.control.unix_sockets import group_number, prepare_runtime_directory
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, PeerError
 from kvbridge.daemon.layout import read_hf_config
 from kvbridge.http.server import TlsFiles, _listen

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from kvbridge.api.status import EngineStatus, RankStatus
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
-from kvbridge.control.processes import TcpListener
+from kvbridge.control.sockets import TcpListener
 from kvbridge.doctor.findings import Needs, Port
 from kvbridge.doctor.machine import Directory, Machine
 from kvbridge.doctor.network import Interface, Network, RdmaPort

@@ -8,7 +8,7 @@ import pytest
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import PrefixStoreStatus
 from kvbridge.config.transports import MooncakeSettings, NixlSettings
-from kvbridge.control.processes import TcpListener
+from kvbridge.control.sockets import TcpListener
 from kvbridge.core.ids import Role
 from kvbridge.core.session.tables import RoomState
 from kvbridge.doctor.findings import Finding, Level, Needs

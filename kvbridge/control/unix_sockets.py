@@ -1,11 +1,23 @@
-"""The directory of a daemon's sockets: only its user and a configured group may enter, and one process serves each socket."""
+"""Unix sockets of a daemon: the directory in which they lie, and the process at the other end of a connection.
+
+Only the daemon's user and a configured group may enter the directory, and one process serves each socket.
+
+The end of a connection is not the end of a process: a process that is being killed closes its sockets before its GPU contexts, and
+a process that lives may close its sockets at any time. A pidfd becomes readable when every thread of the process has ended and all
+that the kernel did for it is undone.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import grp
 import os
+import select
 import socket as unix
 import stat
+import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,9 +26,14 @@ from kvbridge.core.errors import ConflictError, UnavailableError
 
 ENGINE_SOCKET = "engine.sock"
 WORKER_SOCKET = "worker.sock"
-"""The sockets for the engines of a daemon and for its rank workers."""
+"""The sockets of a daemon for its engines and for its rank workers."""
 _PROBE_S = 1.0
 _BACKLOG = 128
+_SO_PEERPIDFD = 77
+"""Linux 6.5; it also finds a process of another pid namespace, whose number this process cannot know."""
+_CREDENTIALS = struct.Struct("iII")
+_LACKING = {errno.ENOPROTOOPT, errno.EINVAL, errno.ENODATA}
+"""The errors of a kernel that does not know the option, or knows no process of this connection."""
 
 
 def prepare_runtime_directory(path: Path, group: int | None = None) -> Path:
@@ -85,10 +102,10 @@ def remove_socket(path: Path, inode: int) -> None:
 
 
 def require_private_directory(path: Path, user: int | None = None, *, forbidden: int = 0o027) -> bool:
-    """Return whether `path` is there. A client trusts the sockets in it.
+    """Return whether the directory `path`, whose sockets a client trusts, is there.
 
-    Raises UnavailableError unless it is a directory of that user (default: this one) without any of the rights `forbidden`. A
-    client refuses only rights by which somebody else could put a socket there; the daemon decides who may connect.
+    Raises UnavailableError unless `path` is a directory of that user (default: this one) without any of the rights `forbidden`. By
+    default these are the rights by which somebody else could put a socket there; the daemon decides who may connect.
     """
     expected = os.geteuid() if user is None else user
     try:
@@ -123,3 +140,66 @@ def require_unserved(path: Path) -> None:
         except OSError:
             return
     raise ConflictError(f"another process serves {path}; stop it, or configure another runtime directory")
+
+
+# ------------------------------------------------------------------------------------------- processes
+
+
+class PeerProcess:
+    """The process at the other end of a connection. Use it in one running loop, and `close` it unless `when_ended` was called."""
+
+    def __init__(self, pid: int, pidfd: int | None) -> None:
+        self.pid = pid
+        """The number of the process; 0: the process is in a pid namespace that this process does not see."""
+        self._pidfd = pidfd
+        self._watched = False
+
+    @classmethod
+    def of_connection(cls, connection: unix.socket) -> PeerProcess:
+        """Ask the kernel who made a connection. A process that the kernel does not name is not `followed`."""
+        try:
+            return cls(*_ask(connection))
+        except OSError:  # the connection is gone: nobody has been answered on it
+            return cls(0, None)
+
+    @property
+    def followed(self) -> bool:
+        """Whether this process will learn of the end."""
+        return self._pidfd is not None
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call `call` once, in the loop, when the process has ended. For a process that is not `followed` the call never comes."""
+        if self._pidfd is None or self._watched:
+            return
+        self._watched = True
+        asyncio.get_running_loop().add_reader(self._pidfd, self._ended, self._pidfd, call)
+
+    def close(self) -> None:
+        """Stop following the process, unless somebody waits for its end. Harmless when closed."""
+        if self._pidfd is not None and not self._watched:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _ended(self, pidfd: int, call: Callable[[], None]) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        call()
+
+
+def _ask(connection: unix.socket) -> tuple[int, int | None]:
+    pid = _CREDENTIALS.unpack(connection.getsockopt(unix.SOL_SOCKET, unix.SO_PEERCRED, _CREDENTIALS.size))[0]
+    try:
+        return pid, struct.unpack("i", connection.getsockopt(unix.SOL_SOCKET, _SO_PEERPIDFD, 4))[0]
+    except OSError as error:
+        if error.errno not in _LACKING:
+            raise
+    if not pid:
+        return pid, None
+    pidfd = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    if poll.poll(0):  # it has hung up, and the number may be another process's by now
+        with suppress(OSError):
+            os.close(pidfd)
+        return pid, None
+    return pid, pidfd
