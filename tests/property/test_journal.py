@@ -1,11 +1,12 @@
 """The journal of a kept pool against memory that is used again and again: whatever becomes of its bytes, no page is wrong."""
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon import kept_pools as kept_journal
+from tests.helpers import examples
 
 HOST_COPIES, HOMES = 6, 106
 HEADER = kept_journal.KeptHeader(
@@ -125,14 +126,14 @@ def pool_after(steps) -> Pool:
 
 
 @given(STEPS)
-@settings(max_examples=300, deadline=None)
+@examples.more(2)
 def test_a_whole_journal_gives_back_exactly_what_was_held(steps):
     pool = pool_after(steps)
     assert pool.taken(pool.journal) == (set(pool.held.values()), set(pool.checkpoints))
 
 
 @given(STEPS, st.data())
-@settings(max_examples=300, deadline=None)
+@examples.more(2)
 def test_cut_at_any_byte_no_page_is_wrong(steps, data):
     pool = pool_after(steps)
     pages, ends = pool.taken(pool.journal[: data.draw(st.integers(pool.start, len(pool.journal)))])
@@ -141,7 +142,7 @@ def test_cut_at_any_byte_no_page_is_wrong(steps, data):
 
 
 @given(STEPS, st.data())
-@settings(max_examples=300, deadline=None)
+@examples.more(2)
 def test_with_any_byte_flipped_no_page_is_wrong_and_all_but_one_entry_counts(steps, data):
     pool = pool_after(steps)
     before = kept_journal.read_journal(bytes(pool.journal))[1]
@@ -155,7 +156,7 @@ def test_with_any_byte_flipped_no_page_is_wrong_and_all_but_one_entry_counts(ste
 
 
 @given(STEPS, st.data())
-@settings(max_examples=300, deadline=None)
+@examples.more(2)
 def test_killed_while_an_entry_is_written_or_wiped_no_page_is_wrong(steps, data):
     """Whatever part of an entry has come to memory by then."""
     pool, before = pool_after(steps[:-1]), pool_after(steps[:-1])
@@ -169,7 +170,7 @@ def test_killed_while_an_entry_is_written_or_wiped_no_page_is_wrong(steps, data)
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@examples.more(2)
 def test_a_header_comes_back_or_is_refused(data):
     whole = kept_journal.header_bytes(HEADER)
     assert kept_journal.read_header(whole + b"x" * kept_journal.ENTRY_BYTES) == (HEADER, len(whole))

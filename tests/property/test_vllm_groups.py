@@ -3,9 +3,10 @@
 import itertools
 from collections.abc import Sequence
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from kvbridge.engine.vllm.groups import NULL_BLOCK, CacheGroup, CacheGroups, GroupKind
+from tests.helpers import examples
 
 TOKENS = st.integers(1, 300)
 SIZES = st.sampled_from([4, 8, 16, 32])
@@ -49,7 +50,7 @@ def read(one: CacheGroup, tokens: int) -> set[int]:
 
 
 @given(GROUPS, TOKENS)
-@settings(max_examples=400)
+@examples.more(2)
 def test_a_room_has_every_block_that_the_next_token_reads_once_and_no_null_block(groups, tokens):
     order, lists = CacheGroups(groups, {}).of(tokens), kept(groups, tokens)
     picked = order.pick(lists)
@@ -64,7 +65,7 @@ def test_a_room_has_every_block_that_the_next_token_reads_once_and_no_null_block
 
 
 @given(GROUPS, TOKENS, st.data())
-@settings(max_examples=400)
+@examples.more(2)
 def test_blocks_of_a_cached_prefix_are_the_first_ones_and_all_others_hold_later_tokens(groups, tokens, data):
     made = CacheGroups(groups, {})
     cached = data.draw(st.integers(0, tokens // made.block_tokens)) * made.block_tokens
@@ -80,7 +81,7 @@ def test_blocks_of_a_cached_prefix_are_the_first_ones_and_all_others_hold_later_
 
 
 @given(GROUPS, TOKENS, TOKENS)
-@settings(max_examples=400)
+@examples.more(2)
 def test_what_is_published_while_a_prompt_is_computed_is_there_and_stays(groups, some, more):
     """Blocks that end within the first tokens are in vLLM's lists when these tokens are computed, and until the last one is."""
     now, tokens = sorted((some, more))
