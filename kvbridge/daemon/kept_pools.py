@@ -229,11 +229,10 @@ class KeptJournal:
 
     def __init__(self, path: Path, header: KeptHeader, digest: PageDigests, contents: Contents) -> None:
         """Begin a journal with `contents`, in place of the one before. A journal that cannot be made is logged, and missing."""
-        self._digest, self._serial = digest, 0
+        self._digest, self._serial, self._queue = digest, 0, list[Held]()
         self._written: set[Place] = set()
         self._arriving: dict[Place, Held] = {}
         """By host copy, the pages that are being read, or will be."""
-        self._queue: list[Held] = []
         self._reading: asyncio.Task[None] | None = None
         self._map: mmap.mmap | None = None
         head, fresh = header_bytes(header), path.with_suffix(".journal.new")
@@ -419,8 +418,8 @@ class RestoredCopies:
             parts = (unread[at::DIGEST_THREADS] for at in range(DIGEST_THREADS))
             await asyncio.gather(*(asyncio.to_thread(self._read, part) for part in parts))
             self._enter(keys, path)
-            self.found.waiting_pages = len(self._contents.pages) - len(self._right)
-            self.found.seconds = round(time.monotonic() - begun_s, 3)
+            waiting = len(self._contents.pages) - len(self._right)
+            self.found.waiting_pages, self.found.seconds = waiting, round(time.monotonic() - begun_s, 3)
 
     def _read(self, batch: Sequence[Held]) -> None:
         for page in batch:
@@ -439,11 +438,8 @@ class RestoredCopies:
         pages: Pages = {IndexSpace.FULL_COPY: np.array([page.copies[0] for page in new], dtype=np.int32)}
         if new[0].home != NO_PAGE:
             pages[IndexSpace.HOST] = np.array([page.home for page in new], dtype=np.int32)
-        ends = {
-            at: np.array(self._ends[page.key].copies, dtype=np.int32)
-            for at, page in enumerate(new, start + 1)
-            if page.key in self._ends
-        }
+        there = [(at, self._ends[page.key]) for at, page in enumerate(new, start + 1) if page.key in self._ends]
+        ends = {at: np.array(end.copies, dtype=np.int32) for at, end in there}
         try:
             entered = self._copies.insert(_TAKER, keys[: len(path)], start, pages, checkpoints=ends)
         except BridgeError as error:  # it contradicts a prompt that is cached already

@@ -174,7 +174,7 @@ class NodeDaemon(Daemon):
             return
         digest = PageDigests(memory.regions)
         self._journal = journal = KeptJournal(memory.kept.journal, memory.header, digest, memory.found)
-        copies.watch(journal)
+        copies.watchers.append(journal)
         if memory.found.pages:
             restored = RestoredCopies(parts.book, copies, digest, memory.found, memory.restored, lost=journal.removed)
             self.background(restored.run(), "kept pools")

@@ -138,7 +138,7 @@ class NodeOverview:
             read_pages=device.pinned,
             unread_pages=len(device) - device.pinned,
             readers=prefixes.readers,
-            evicted_pages=dict(prefixes.gone()),
+            evicted_pages=dict(+prefixes.index.evicted),
             **{f"{kind}_tokens": self._parts.record.matched[kind] for kind in ("hit", "miss", "host")},
             checkpoints=device.checkpoint_count,
             retained_pages=dict(prefixes.retained().most_common(8)),

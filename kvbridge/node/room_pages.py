@@ -209,7 +209,7 @@ class RoomPages:
         start = self.prefixes.reads(room.owner)
         if len(keys) <= start:
             return
-        pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.spaces}
+        pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.index.spaces}
         try:
             self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages)
         except BridgeError:  # a defect, but the cache only saves later requests time, so no room fails

@@ -81,7 +81,7 @@ class StoredPrefixes:
         self._woken = asyncio.Event()
         self.writing = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
-        copies.watch(self)
+        copies.watchers.append(self)
 
     def open(self, copies: Sequence[SharedRegion], host: Sequence[SharedRegion], *, log_level: str = "info") -> None:
         """Start the store's process: the memory is there. `host`: pages that prefixes have on the host anyway.

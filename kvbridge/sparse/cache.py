@@ -27,7 +27,7 @@ import torch
 
 from kvbridge.core.errors import ConflictError, DeadlineError, InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import Component
-from kvbridge.core.geometry.costs import SparseBytes, SparseSettings
+from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
 from kvbridge.core.plan.operations import page_copies
@@ -111,9 +111,7 @@ class SparseCache(Closing):
         elif device.type not in {"cuda", "cpu"}:
             raise InvalidInputError(f"a sparse cache lives on 'cpu' or 'cuda:N', got '{device}'")
         ordinal = device.index if device.type == "cuda" else None
-        self.settings = settings
-        self.component = component
-        self.device = device
+        self.settings, self.component, self.device = settings, component, device
         self.layers = tuple(region.layer for region in regions)
         """Global ids, ascending."""
         self.memory = HotMemory(settings, component, layer_count=len(regions), device=device)
@@ -264,12 +262,9 @@ class SparseCache(Closing):
         batch = top_k.shape[0]
         self._check_batch(top_k, batch)
         found = self.memory.found[:batch] if out is None else out
+        shape = (batch, self.settings.top_k)
         for tensor in (top_k, found):
-            if (
-                tensor.dtype is not torch.int32
-                or tuple(tensor.shape) != (batch, self.settings.top_k)
-                or not tensor.is_contiguous()
-            ):
+            if tensor.dtype is not torch.int32 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
                 raise InvalidInputError(
                     f"selected rows are a contiguous int32 tensor [batch, {self.settings.top_k}], got {tensor.dtype} of shape "
                     f"{tuple(tensor.shape)}; fill up with -1"
@@ -341,9 +336,8 @@ class SparseCache(Closing):
         short = request.rows <= self.settings.preload_limit_rows
         request.preloaded_rows = complete * slots if short else 0
         first = slot * self.settings.pages_per_request(self.component)
-        loads = [
-            PagePlace(slot, page, first + page, int(request.pages[page])) for page in range(complete if short else 0)
-        ]
+        pages = request.pages[: complete if short else 0].tolist()
+        loads = [PagePlace(slot, page, first + page, host_page) for page, host_page in enumerate(pages)]
         partial = self.requests.partial_page(slot)
         return [*loads, partial] if partial is not None else loads
 

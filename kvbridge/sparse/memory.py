@@ -84,7 +84,7 @@ class HotMemory:
         self.row_of_slot[:, slot, :rows].copy_(self.numbers[:rows].expand(layers, rows))
 
     def bytes_by_part(self) -> SparseBytes:
-        """Return the device memory by use; `steps` includes the constants for preloading."""
+        """Return the device memory by part; `steps` includes the constants for preloading."""
         ring_bytes = self.pages.nbytes * self.shape.ring_rows // self.shape.rows_per_request
         return SparseBytes(
             hot_rows=self.pages.nbytes - ring_bytes,

@@ -137,10 +137,7 @@ class _Part:
 
     def __init__(self, pairs: Sequence[_Pair]) -> None:
         self.table = pairs[0].table
-        self._sides = [
-            PageArray.of([pair.source for pair in pairs]),
-            PageArray.of([pair.destination for pair in pairs]),
-        ]
+        self._sides = [PageArray.of([one.source for one in pairs]), PageArray.of([one.destination for one in pairs])]
         self._lengths = np.array([pair.length_bytes for pair in pairs], dtype=np.uint64)
         self._dense = all(side.stride_bytes == length for side in self._sides for length in self._lengths.tolist())
 
@@ -180,8 +177,7 @@ class HostCopier(Closing):
         InvalidInputError when no region of the rank has host copies, UnsupportedError for what the GPU cannot copy.
         """
         means = means or CopyMeans()
-        self._direction = direction
-        self._device = means.device
+        self._direction, self._device = direction, means.device
         self._lists: list[tuple[IndexSpace, int, int]] = []
         """The lists of ids that pairs name by position: (space, k, n) stands for every n-th id of a space from position k on."""
         self._page_counts: dict[IndexSpace, tuple[int, int]] = {}
@@ -206,10 +202,8 @@ class HostCopier(Closing):
             if named not in self._lists:
                 self._lists.append(named)
             self._page_counts[region.space] = region.page_count, copy.page_count
-            component, lanes = (
-                geometry.component(region.component),
-                [(one.lane_start, one.lane_stop) for one in (region, copy)],
-            )
+            component = geometry.component(region.component)
+            lanes = [(one.lane_start, one.lane_stop) for one in (region, copy)]
             for piece in copy_pieces(geometry, component, *lanes):
                 both = _shifted(region, piece.offset_bytes), _shifted(copy, piece.copy_offset_bytes)
                 source, destination = both if direction is Direction.BACKUP else both[::-1]
@@ -263,15 +257,11 @@ class HostCopier(Closing):
 
         A backup, and a copy by the copy engines, has no groups of layers: the stream waits for all of it.
         """
-        group = self._groups.get(layer)
-        if group is not None:
-            self._wait(ticket, group, stream)
+        if layer in self._groups:
+            self.wait(ticket, stream=stream, group=self._groups[layer])
 
-    def wait(self, ticket: int, *, stream: int = 0) -> None:
-        """Have a stream wait until a copy is done; the host does not wait."""
-        self._wait(ticket, -1, stream)
-
-    def _wait(self, ticket: int, group: int, stream: int) -> None:
+    def wait(self, ticket: int, *, stream: int = 0, group: int = -1) -> None:
+        """Have a stream wait until a copy is done, or one group of its layers; the host does not wait."""
         if not self.done(ticket):
             self._pending[ticket - self._pending[0][0]][1][group].hold(stream)
 
@@ -300,7 +290,7 @@ class HostCopier(Closing):
     def _check(self, space: IndexSpace, device: PageIdArray, copies: PageIdArray) -> None:
         if space not in self._page_counts:
             raise InvalidInputError(
-                f"pages of space '{space}' have no host copies here, only those of {sorted(self._page_counts)}"
+                f"pages of space '{space}' have no host copies, only of {sorted(self._page_counts)}"
             )
         if len(device) != len(copies):
             raise InvalidInputError(f"{len(device)} pages of '{space}' cannot have {len(copies)} host copies")

@@ -1,7 +1,7 @@
-"""KV events: what a router has to hear of a node's cached pages, in the format of vLLM and SGLang (`KVEventBatch`).
+"""KV events: changes of a node's cached pages, for routers, in the format of vLLM and SGLang (`KVEventBatch`).
 
-A `CacheFeed` compares what it has told with what is cached now. It goes over the records that the index marks as changed, so
-nothing waits in a queue: a page that comes and goes between two looks is not told at all.
+A `CacheFeed` compares the pages that it has told with the pages that are cached now. It goes over the records that the index marks
+as changed, so nothing waits in a queue: a page that comes and goes between two looks is not told at all.
 
 Each event is a map with `type` and the fields of vLLM's class of that name. A *hash* is the number that vLLM makes of its own
 16-byte hashes: the last 8 bytes of a page's name (`Keys.in_namespace`), big-endian. Nodes do not know token ids, so `token_ids` is
@@ -72,7 +72,7 @@ class CacheFeed:
         return events + self._stored(records, come)
 
     def snapshot(self) -> list[Event]:
-        """Return the events by which somebody who has heard nothing knows all that `changes` has told so far."""
+        """Return events that tell a new listener all that `changes` has told so far."""
         records = np.flatnonzero(self._told).astype(np.int32)
         return [CLEARED, *self._stored(records, self._told[records])]
 
@@ -87,14 +87,12 @@ class CacheFeed:
         return np.frombuffer(self._index.records.keys(records).data, ">u8")[1::2].astype(np.uint64)
 
     def _removed(self, hashes: npt.NDArray[np.uint64], gone: Bits) -> list[Event]:
-        events = []
-        for bit, kind in enumerate(self._kinds):
-            if len(those := hashes[gone >> bit & 1 == 1]):
-                group = int(kind.is_checkpoint)
-                events.append(
-                    {"type": "BlockRemoved", "block_hashes": those.tolist(), "medium": kind.medium, "group_idx": group}
-                )
-        return events
+        found = [(kind, hashes[gone >> bit & 1 == 1].tolist()) for bit, kind in enumerate(self._kinds)]
+        return [
+            {"type": "BlockRemoved", "block_hashes": some, "medium": of.medium, "group_idx": int(of.is_checkpoint)}
+            for of, some in found
+            if some
+        ]
 
     def _stored(self, records: RecordArray, come: Bits) -> list[Event]:
         return [

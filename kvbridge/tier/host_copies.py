@@ -47,9 +47,9 @@ class Backup:
     owner: Owner
     """Has the host pages until the backup ends."""
     moves: PageMoves
-    """The pages to copy. Nothing writes them, and they stay where they are."""
+    """The pages to copy. Nothing writes these pages, and they stay where they are."""
     start: int
-    """The place in the reader's path of the first record that is copied; checkpoints of records before may be copied, too."""
+    """The place in the reader's path of the first copied record; checkpoints of records before it may be copied, too."""
     reader: Reader
     checkpoints: dict[int, PageIdArray]
     """By record, the host pages of its checkpoint."""
@@ -79,7 +79,7 @@ class PinnedCopies:
 
 
 class CopyWatcher(Protocol):
-    """Hears of changes on the host, in the middle of the call that makes them; it calls nothing back."""
+    """Hears of changes on the host, in the middle of the call that makes a change; it calls nothing back."""
 
     def added(self, keys: Keys, start: int, pages: Pages) -> None:
         """The pages of `keys[start:]` are on the host from now on: host copies, and home pages."""
@@ -105,11 +105,7 @@ class HostCopies:
         self.backups: dict[Owner, Backup] = {}
         """Backups that are under way."""
         self._pinned: set[PinnedCopies] = set()
-        self._watchers: list[CopyWatcher] = []
-
-    def watch(self, watcher: CopyWatcher) -> None:
-        """Tell `watcher` from now on."""
-        self._watchers.append(watcher)
+        self.watchers: list[CopyWatcher] = []
 
     @property
     def readers(self) -> list[Reader]:
@@ -123,7 +119,7 @@ class HostCopies:
         return [records.keys(records.path(record)) for record in leaves[~kept][:count].tolist()]
 
     def pin(self, keys: Keys) -> PinnedCopies:
-        """Keep on the host what is there of a prompt, to be read: host copies, home pages, checkpoints."""
+        """Keep the host copies, home pages and checkpoints of a prompt on the host, to be read."""
         path = self.index.match(keys)
         path = path[: self.host.depth(path)]
         ends = {at + 1: int(path[at]) for at in np.flatnonzero(self.host.checkpointed(path)).tolist()}
@@ -135,7 +131,7 @@ class HostCopies:
         return pinned
 
     def unpin(self, pinned: PinnedCopies) -> None:
-        """End what `pin` began; harmless when it has been ended."""
+        """Undo `pin`; harmless when it is undone."""
         if pinned in self._pinned:
             self._pinned.remove(pinned)
             self._end(pinned.reader)
@@ -265,7 +261,7 @@ class HostCopies:
     def forgotten(self, pages: Pages) -> None:
         """Tell watchers of the host copies among pages that have left the index."""
         copies = without_empty({space: ids for space, ids in pages.items() if space in HOST_COPIES.values()})
-        for watcher in self._watchers if copies else ():
+        for watcher in self.watchers if copies else ():
             watcher.removed(copies)
 
     # ------------------------------------------------------------------------------------- inside
@@ -274,11 +270,11 @@ class HostCopies:
         if not self.host.checkpointed(np.array([record]))[0]:
             self.book.cache(owner, {CHECKPOINT_COPIES: copies})
             self.host.set_checkpoint(record, copies)
-            for watcher in self._watchers:
+            for watcher in self.watchers:
                 watcher.checkpoint_added(self.index.records.keys(np.array([record]))[0], copies)
 
     def _tell_added(self, path: RecordArray, start: int) -> None:
-        for watcher in self._watchers:
+        for watcher in self.watchers:
             pages = self.host.pages(path[start:]) | self.index.home_pages(path[start:])
             watcher.added(self.index.records.keys(path), start, pages)
 
@@ -344,7 +340,7 @@ class BackupController:
                 backup = self._copies.start_backup(owner(), keys, at_most=left, min_uses=min_uses)
             except CapacityError:
                 if started or not self._refuse(keys):
-                    break  # perhaps there is room when the started ones are on the host, and nobody reads them
+                    break  # perhaps there is room when the started backups have ended
                 backup = None
             if backup is not None:
                 started.append(backup)
@@ -364,7 +360,7 @@ class BackupController:
         self.refused += 1
         if self._waiting.pop(keys[-1], None) is not None:
             return True
-        self._not_before_s = self._clock() + FIRST_PAUSE_S  # it will be the oldest again
+        self._not_before_s = self._clock() + FIRST_PAUSE_S  # this prompt will be the oldest again
         return False
 
     def _candidates(self) -> Iterator[Keys]:

@@ -37,12 +37,7 @@ class PrefixIndex:
     """The cached pages of one node. Used by the event loop's thread only."""
 
     def __init__(
-        self,
-        spaces: Sequence[IndexSpace],
-        capacity: int,
-        *,
-        has_copies: bool = False,
-        retained_share: float = 0.0,
+        self, spaces: Sequence[IndexSpace], capacity: int, *, has_copies: bool = False, retained_share: float = 0.0
     ) -> None:
         """`spaces`: a record has one page in each. `capacity`: the most records. `has_copies`: pages of `full` may be on the host.
 
@@ -51,11 +46,9 @@ class PrefixIndex:
         on_device = tuple(space for space in spaces if space in HOST_COPIES or not has_copies)
         if not on_device or len(set(spaces)) != len(spaces) or CHECKPOINT_SPACE in spaces:
             raise InvalidInputError(
-                f"an index has one page of each of some spaces that grow with the tokens, got {list(spaces)}"
+                f"an index has a page of each of some spaces that grow with tokens, got {list(spaces)}"
             )
-        self.spaces = tuple(spaces)
-        self.capacity = capacity
-        self.records = Records(capacity)
+        self.spaces, self.capacity, self.records = tuple(spaces), capacity, Records(capacity)
         self._rank = np.zeros(capacity, dtype=np.float64)
         self.uses = np.zeros(capacity, dtype=np.int32)
         """Number of uses of each record; no record has more than its parent."""
@@ -66,7 +59,7 @@ class PrefixIndex:
         self.host: Residence | None = None
         """The host copies; None: there are none."""
         self.home: Residence | None = None
-        """The pages that records have wherever they are. None: there are none, or `device` has them, for want of host copies."""
+        """The pages that records have wherever they are. None: there are none, or no host copies, and `device` has them."""
         if has_copies:
             copies = [HOST_COPIES[space] for space in on_device]
             self.host = Residence(self.records, copies, self._rank, checkpoint_space=HOST_COPIES[CHECKPOINT_SPACE])
@@ -133,7 +126,7 @@ class PrefixIndex:
             residence.pin(part)
 
     def unpin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> Pages:
-        """End what `pin` began, for all that one reader has pinned: a path from a prompt's first page on.
+        """Undo all pins of one reader: a path from a prompt's first page on.
 
         Returns the pages of dropped records that nobody reads any more; mostly none. Raises IntegrityError, and changes nothing,
         when the records are no such path or have been unpinned before.
@@ -180,13 +173,7 @@ class PrefixIndex:
     # ------------------------------------------------------------------------------------- pages that come
 
     def insert(
-        self,
-        keys: Keys,
-        start: int,
-        pages: Mapping[IndexSpace, PageIdArray],
-        *,
-        now: float,
-        to_host: bool = False,
+        self, keys: Keys, start: int, pages: Mapping[IndexSpace, PageIdArray], *, now: float, to_host: bool = False
     ) -> Inserted:
         """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be in the same place.
 
@@ -307,9 +294,8 @@ class PrefixIndex:
 
     def __repr__(self) -> str:
         residences = ", ".join(map(repr, self.residences))
-        return (
-            f"<prefix index: {len(self)} of {self.capacity} records, {self.records.reachable} reachable; {residences}>"
-        )
+        known = self.records.reachable
+        return f"<prefix index: {len(self)} of {self.capacity} records, {known} reachable; {residences}>"
 
     # ------------------------------------------------------------------------------------- inside
 

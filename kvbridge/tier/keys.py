@@ -161,10 +161,7 @@ def page_keys(identity: PrefixIdentity, tokens: TokenIds) -> Keys:
 
 
 def extend_keys(identity: PrefixIdentity, keys: Keys, tokens: TokenIds) -> Keys:
-    """Return `keys` and, behind them, the keys of the whole pages among `tokens`, the token ids that follow.
-
-    A longer prompt thus costs only its further tokens. Raises as `page_keys`.
-    """
+    """Return `keys` and, behind them, the keys of the whole pages among `tokens`, the token ids that follow; see `page_keys`."""
     size = 4 * identity.tokens_per_page
     data = memoryview(_encoded(tokens))
     key = keys[-1] if keys else identity.root
@@ -181,9 +178,7 @@ def extend_keys(identity: PrefixIdentity, keys: Keys, tokens: TokenIds) -> Keys:
 def _encoded(tokens: TokenIds) -> bytes:
     ids = np.asarray(tokens)
     if ids.ndim != 1 or (len(ids) and not np.issubdtype(ids.dtype, np.integer)):
-        raise InvalidInputError(
-            f"token ids are a one-dimensional list of integers, got {ids.dtype} of shape {ids.shape}"
-        )
+        raise InvalidInputError(f"token ids are a one-dimensional list of integers, got {ids.dtype}, shape {ids.shape}")
     if len(ids) and (ids.min() < 0 or ids.max() >= 2**32):
         wrong = ids[(ids < 0) | (ids >= 2**32)][0]
         raise InvalidInputError(f"a token id is an unsigned 32-bit integer, got {wrong}")

@@ -1,7 +1,7 @@
 """The prefixes that stay on one node: the index of prefixes and the page book, changed together.
 
 The book knows that a page is cached, the index knows the page's prefix and the number of its readers, and the cache knows which
-owners these are. Each can be recounted from the others.
+owners read it. Each can be recounted from the others.
 """
 
 from __future__ import annotations
@@ -13,13 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    ConflictError,
-    InvalidInputError,
-    NotFoundError,
-)
+from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.core.prefixes import Evicted
 from kvbridge.core.process import Clock, monotonic
@@ -80,9 +74,7 @@ class PrefixCache:
 
     def __init__(self, book: PageBook, index: PrefixIndex, *, clock: Clock = monotonic, restores: bool = False) -> None:
         """`restores`: owners can load pages back from the host, so they are given prefixes that are on the host only."""
-        self._book = book
-        self.index = index
-        self._clock = clock
+        self._book, self.index, self._clock = book, index, clock
         self._restores = restores and index.host is not None
         self._readers: dict[Owner, Reader] = {}
         self.copies = HostCopies(book, index, index.host, clock, end=self._end) if index.host is not None else None
@@ -101,8 +93,8 @@ class PrefixCache:
     ) -> Admitted:
         """Give a new owner the longest cached prefix of its prompt, of `at_most` pages, and pages of its own for the rest.
 
-        All or nothing; it lasts until `let_go`. `from_checkpoint`: only a prefix that ends with a checkpoint is of use. Raises what
-        `PageBook.reserve` does.
+        All or nothing, until `let_go`. `from_checkpoint`: only a prefix that ends with a checkpoint is of use. Raises as
+        `PageBook.reserve`.
         """
         path = self.index.match(keys, at_most=at_most)
         if not self._restores:
@@ -121,16 +113,14 @@ class PrefixCache:
 
     def _admit(self, owner: Owner, keys: Keys, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
         if owner in self._readers:
-            raise ConflictError(
-                f"{owner} was admitted already, with a prefix of {len(self._readers[owner].path)} pages"
-            )
+            raise ConflictError(f"{owner} was admitted already, with a prefix of {self.reads(owner)} pages")
         reader = Reader.of(self.index, path, self.index.device.depth(path), from_checkpoint=from_checkpoint)
         reader.pin(self.index)
         try:
             shared = reader.shared(self.index)
             needed = dict(demand(shared))
             # Pages that will not be cached are freed early; taken from short runs, they leave the long runs whole.
-            apart = {space: max(0, needed.get(space, 0) - (len(keys) - shared[space])) for space in self.spaces}
+            apart = {space: max(0, needed.get(space, 0) - (len(keys) - shared[space])) for space in self.index.spaces}
             to_load = len(reader.checkpoint(self.index.host))
             if to_load:
                 needed[CHECKPOINT_SPACE] = needed.get(CHECKPOINT_SPACE, 0) + to_load
@@ -165,15 +155,13 @@ class PrefixCache:
         """Keep whole pages of an owner, those of `keys[start:]`, and return how many are new; nobody writes them any more.
 
         `start`: the number of pages of its prompt that the owner reads already. The owner reads all of these pages from now on.
-        Some stay the owner's own: those that the cache has already, those from the first key on that a page of another path has,
-        and all when pages before them have been dropped. Raises ConflictError when the owner's pages are not held or not its own,
-        or `start` is another, NotFoundError for an owner that was never admitted; nothing is kept then.
+        Some pages stay the owner's own: those that the cache has already, those from the first key on that a page of another path
+        has, and all when pages before them have been dropped. Raises ConflictError when the owner's pages are not held or not its
+        own, or `start` is wrong, NotFoundError for an owner that was never admitted; nothing is kept then.
         """
         reader = self._reader(owner)
         if start != len(reader.path):
-            raise ConflictError(
-                f"{owner}: pages from {start} on cannot be kept, it reads {len(reader.path)} pages so far"
-            )
+            raise ConflictError(f"{owner} reads {len(reader.path)} pages so far: those from {start} on cannot be kept")
         self._book.cache(owner, {})  # refuses pages that are not held before the index takes anything
         path, device = self.index.match(keys), self.index.device
         if not np.array_equal(path[:start], reader.path) or device.depth(reader.path) < start or device.is_lost(path):
@@ -200,7 +188,7 @@ class PrefixCache:
         reader = self._reader(owner)
         if start > reader.device:
             raise ConflictError(
-                f"{owner}: pages from {start} on are restored, it reads {reader.device} on the device so far"
+                f"{owner} reads {reader.device} pages on the device: those from {start} on come too early"
             )
         self._book.cache(owner, {})  # refuses pages that are not held
         path = reader.path[: start + max(map(len, pages.values()), default=0)]
@@ -232,9 +220,7 @@ class PrefixCache:
         """
         path = self._reader(owner).path
         if not 0 < page_count <= len(path):
-            raise ConflictError(
-                f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
-            )
+            raise ConflictError(f"{owner} reads {len(path)} pages so far: page {page_count} can have no checkpoint")
         record, device = path[page_count - 1 : page_count], self.index.device
         if self.index.records.is_hidden(record)[0] or not device.lacks_checkpoint(int(record[0])):
             return False
@@ -244,7 +230,7 @@ class PrefixCache:
         return True
 
     def retain(self, owner: Owner, claim: Claim) -> None:
-        """Retain what an owner reads, now and later, as it claims. Raises NotFoundError as `let_go`."""
+        """Retain the pages that an owner reads, now and later, as the owner claims. Raises NotFoundError as `let_go`."""
         reader = self._reader(owner)
         reader.claim = claim
         self._used(reader)
@@ -273,10 +259,8 @@ class PrefixCache:
             self._tell_available(before)
 
     def _tell_available(self, before: Mapping[IndexSpace, int]) -> None:
-        now = self._book.available_pages()
-        self._book.became_available(
-            {space: count - before[space] for space, count in now.items() if count > before[space]}
-        )
+        now = self._book.available_pages().items()
+        self._book.became_available({space: count - before[space] for space, count in now if count > before[space]})
 
     def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
@@ -319,14 +303,14 @@ class PrefixCache:
         return self._dropped(why, lambda: self.index.drop(which))
 
     def lose_device(self) -> Dropped:
-        """Forget what is on the device, whose memory is gone. Host copies stay."""
+        """Forget the pages on the device, whose memory is gone. Host copies stay."""
         why = Evicted.MEMORY_LOST
         return self.drop(why) if self.copies is None else self._dropped(why, self.index.lose_device)
 
     def drop_kept(self, owner: Owner, page: int) -> tuple[Dropped, list[Link]]:
-        """Forget what an owner has kept from this page of its prompt on, and all that depends on it.
+        """Forget the pages that an owner has kept from this page of its prompt on, and all that depends on them.
 
-        Pages that others had kept before stay. Also returns the links of all that is forgotten.
+        Pages that others had kept before stay. Also returns the links of all forgotten pages.
         """
         reader = self._reader(owner)
         path = reader.path[page:]
@@ -370,11 +354,6 @@ class PrefixCache:
         return owner in self._readers
 
     @property
-    def spaces(self) -> tuple[IndexSpace, ...]:
-        """The spaces in which each page of a prompt has one page."""
-        return self.index.spaces
-
-    @property
     def readers(self) -> int:
         """Number of owners that have been admitted and have not let go."""
         return len(self._readers)
@@ -401,10 +380,6 @@ class PrefixCache:
     def kept_s(self) -> float:
         """Return for how many seconds an unused prefix lasts: everything that was used since then is here."""
         return self._clock() - max(self._empty_at_s, self.index.kept_since)
-
-    def gone(self) -> Counter[Evicted]:
-        """Return the numbers of pages of prompts that have gone so far, by reason."""
-        return +self.index.evicted
 
     def retained(self) -> Counter[str]:
         """Return how many pages of prompts each namespace retains now."""

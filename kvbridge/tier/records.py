@@ -49,7 +49,7 @@ class Records:
         self._is_changed = np.zeros(capacity, dtype=np.bool_)
 
     def changed(self, records: RecordArray | int) -> None:
-        """Mark records of which something has come, gone, or become unreachable."""
+        """Mark records whose pages have come, gone, or become unreachable."""
         self._is_changed[records] = True
 
     def take_changed(self) -> RecordArray:

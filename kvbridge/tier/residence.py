@@ -196,7 +196,7 @@ class Residence:
                 raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
 
     def unpin(self, path: RecordArray) -> RecordArray:
-        """End what `pin` began, for all that one reader has pinned. Returns the records that nobody pins any more."""
+        """Undo all pins of one reader. Returns the records that nobody pins any more."""
         pins = self._pins[path] - 1
         self._pins[path] = pins
         ended: RecordArray = path[pins == 0]
@@ -257,7 +257,7 @@ class Residence:
         checkpoint.pins += 1
 
     def unpin_checkpoint(self, record: int) -> None:
-        """End what `pin_checkpoint` began. Raises IntegrityError when it has been ended."""
+        """Undo `pin_checkpoint`. Raises IntegrityError when it is undone."""
         checkpoint = self._checkpoint(record)
         if not checkpoint.pins:
             raise IntegrityError(f"the checkpoint of record {record} is unpinned more often than it was pinned")
@@ -297,7 +297,7 @@ class Residence:
         except KeyError:
             raise NotFoundError(f"record {record} has no checkpoint (any more)") from None
 
-    # ------------------------------------------------------------------------------------- what comes and goes
+    # ------------------------------------------------------------------------------------- pages that come and go
 
     def add(self, records: RecordArray, pages: Mapping[IndexSpace, PageIdArray]) -> None:
         """Take in records that continue a path that is here, with one page of each space for each; call `used` next."""

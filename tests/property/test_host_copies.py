@@ -126,7 +126,7 @@ class CopyMachine(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.cache = PrefixCache(self.book, self.index, clock=self.clock, restores=restores)
         self.feed, self.router = CacheFeed(self.index, 256), Subscriber()
-        self.cache.copies.watch(self)
+        self.cache.copies.watchers.append(self)
         self.book.watchers.append(self)
         self.told: Counter[IndexSpace] = Counter()
         self.entries: list[Entry] = []

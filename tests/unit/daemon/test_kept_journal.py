@@ -61,7 +61,7 @@ class Node:
         )
         counts = {space: count for space, count in PAGE_COUNTS.items() if space is not HOST or HOST in spaces}
         self.journal = KeptJournal(path, HEADER.model_copy(update={"page_counts": counts}), memory, found or Contents())
-        self.bench.copies.watch(self.journal)
+        self.bench.copies.watchers.append(self.journal)
 
     def keep(self, name: str, pages: int, **fields) -> None:
         self.bench.warm(name, pages, **fields)

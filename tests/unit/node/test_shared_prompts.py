@@ -255,7 +255,7 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
     """It has been backed up before the engine says that it has another prompt, or is just being copied."""
     below = HostAndStore()
     bench = KeyedDecode(twins=8, store=below)
-    bench.prefixes.copies.watch(below)
+    bench.prefixes.copies.watchers.append(below)
     bench.arrived(1, 4 * PAGE)
     names = keys_of(4 * PAGE).in_namespace("")
     copy = bench.prefixes.copies.start_backup(Owner(NO_ROOM, 1), names, at_most=8)
