@@ -27,7 +27,7 @@ import torch
 
 from kvbridge.core.errors import ConflictError, DeadlineError, InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import Component
-from kvbridge.core.geometry.costs import SparseSettings
+from kvbridge.core.geometry.costs import SparseBytes, SparseSettings
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
 from kvbridge.core.plan.operations import page_copies

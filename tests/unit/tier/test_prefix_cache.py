@@ -64,7 +64,7 @@ def test_a_prefix_without_windows_at_its_end_is_of_no_use_to_prefill(bench):
     bench.keep(first, "a", 0, got.own[FULL])
     assert bench.cache.keep_checkpoint(first, 4, got.own[SWA][:1])
     assert not bench.cache.keep_checkpoint(first, 4, got.own[SWA][1:]), "there is one"
-    with pytest.raises(ConflictError, match="it reads 6 pages so far"):
+    with pytest.raises(ConflictError, match="reads 6 pages so far"):
         bench.cache.keep_checkpoint(first, 7, got.own[SWA][1:])
     bench.end(first)
     assert bench.count(SWA, CACHED) == 1
