@@ -290,7 +290,7 @@ class HostCopier(Closing):
     def _check(self, space: IndexSpace, device: PageIdArray, copies: PageIdArray) -> None:
         if space not in self._page_counts:
             raise InvalidInputError(
-                f"pages of space '{space}' have no host copies, only of {sorted(self._page_counts)}"
+                f"pages of space '{space}' have no host copies here, only those of {sorted(self._page_counts)}"
             )
         if len(device) != len(copies):
             raise InvalidInputError(f"{len(device)} pages of '{space}' cannot have {len(copies)} host copies")

@@ -326,7 +326,7 @@ class CopyMachine(RuleBasedStateMachine):
         with pytest.raises(ConflictError):
             self.cache.admit(owner, keys_of("a"), lambda shared: {FULL: 0})
         reads = len(self.rooms[owner].reads.path)
-        with pytest.raises(ConflictError, match=f"it reads {reads} pages so far"):
+        with pytest.raises(ConflictError, match=f"reads {reads} pages so far"):
             self.cache.keep(owner, keys_of("a" * 9), reads + 1, {})
 
     @rule(data=st.data())
