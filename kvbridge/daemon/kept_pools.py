@@ -47,7 +47,7 @@ _HEAD = struct.Struct(f"<{len(_MAGIC)}sII")
 _ENTRY = struct.Struct(f"<{KEY_BYTES}s{KEY_BYTES}siIQHH8x")
 """Key, parent's key, home, digest, serial number, place among the pages of a checkpoint, number of these; a checksum follows."""
 PAGES_AT_ONCE = 32
-"""Pages whose digests are computed between two checks of what has changed."""
+"""Pages whose digests are computed between two looks for changes."""
 DIGEST_THREADS = 2
 _TAKER = Owner(NO_ROOM, 0)
 """Owner of all pages that a journal names, until they have been compared. Owners of host copies are counted from 1."""
@@ -250,7 +250,7 @@ class KeptJournal:
         except OSError as error:
             log.error("kept_pools_journal_lost", file=str(path), reason=str(error))
             self._map = None
-            with contextlib.suppress(OSError):  # another user's; digests tell what of it is wrong
+            with contextlib.suppress(OSError):  # another user's; digests tell which pages are wrong
                 path.unlink(missing_ok=True)
 
     def added(self, keys: Keys, start: int, pages: Pages) -> None:

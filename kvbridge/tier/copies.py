@@ -174,7 +174,7 @@ class HostCopier(Closing):
         """`device_regions`: the rank's; those without host copies are ignored. `copies`: the node's.
 
         All regions are at addresses of this process and, for a GPU, on it or registered with CUDA, until `close`. Raises
-        InvalidInputError when no region of the rank has host copies, UnsupportedError for what the GPU cannot copy.
+        InvalidInputError when no region of the rank has host copies, UnsupportedError for memory that the GPU cannot copy.
         """
         means = means or CopyMeans()
         self._direction, self._device = direction, means.device
@@ -253,7 +253,7 @@ class HostCopier(Closing):
         return self._last
 
     def wait_layer(self, layer: int, ticket: int, *, stream: int = 0) -> None:
-        """Have a stream wait until a copy has made what a layer (its global id) needs; the host does not wait.
+        """Have a stream wait until a copy has made the pages of a layer (its global id); the host does not wait.
 
         A backup, and a copy by the copy engines, has no groups of layers: the stream waits for all of it.
         """

@@ -3,8 +3,8 @@
 A page is on the host once its copy is proved done. Until then its host page is leased to the backup, like any page that a transfer
 writes, and the copied pages are pinned. A backup that fails frees its own pages and changes nothing else.
 
-One order of backups at a time goes to the rank workers. It has what several prompts need, the pages of each in their order, up to
-`tier.host.backup.order_pages`. An order begins when a reader lets go, before the pages that the reader kept can be evicted; when
+One order of backups at a time goes to the rank workers. An order has pages of several prompts, those of a prompt in their order, up
+to `tier.host.backup.order_pages`. An order begins when a reader lets go, before the pages that the reader kept can be evicted; when
 the order before has ended; and with a tick, for pages that are read for long or have to be tried again.
 """
 
@@ -161,7 +161,7 @@ class HostCopies:
         except CapacityError as error:
             if start == len(path) or error.lacking.keys() != {CHECKPOINT_COPIES}:
                 raise
-            return self._start(owner, path, start, [])  # pages do not stay behind for want of place for checkpoints
+            return self._start(owner, path, start, [])  # pages go to the host even if there is no room for checkpoints
 
     def _start(self, owner: Owner, path: RecordArray, start: int, ends: list[int]) -> Backup:
         device = self.index.device
@@ -346,7 +346,7 @@ class BackupController:
                 started.append(backup)
                 self._under_way[backup.owner] = keys
                 left -= backup.pages
-            # A prompt that cannot begin beside others may have to wait for what this order copies.
+            # A prompt that cannot begin beside others may have to wait for pages that this order copies.
             is_over = not started if backup is None else backup.start + backup.pages == len(keys)
             if is_over:
                 self._waiting.pop(keys[-1], None)

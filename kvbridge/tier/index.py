@@ -7,8 +7,8 @@
   the old ones, neighbours go together (`residence.py`). A record that is nowhere any more is gone.
 - A dropped record is *unreachable* at once, for every key; its pinned pages come back with the last unpin.
 
-Records are numbers, and arrays hold what is known of them: a page takes less than 300 bytes. Whoever uses the number of a record
-has pinned the record, or pins it in the same step.
+Records are numbers, and arrays hold their facts: a page takes less than 300 bytes. A caller that uses the number of a record has
+pinned the record, or pins it in the same step.
 """
 
 from __future__ import annotations

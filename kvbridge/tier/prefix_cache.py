@@ -80,7 +80,7 @@ class PrefixCache:
         self.copies = HostCopies(book, index, index.host, clock, end=self._end) if index.host is not None else None
         """The host copies of prefixes; None: there are none."""
         self.controller: BackupController | None = None
-        """Decides about backups; set by whoever carries them out."""
+        """Decides about backups; set by the node that carries them out."""
         self._empty_at_s = clock()
         """The time at which everything was last forgotten at once."""
         self.retention_refused = 0

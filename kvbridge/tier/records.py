@@ -239,5 +239,5 @@ def merged(parts: Sequence[Pages]) -> Pages:
 
 
 def without_empty(pages: Pages) -> Pages:
-    """Leave out spaces of which there is no page: the node may not have them."""
+    """Leave out spaces without a page: the node may not have them."""
     return {space: ids for space, ids in pages.items() if len(ids)}

@@ -3,11 +3,11 @@
 No record is in a residence without its parent. A reader pins a whole path from a prompt's first page on, so pins(parent) >= sum of
 pins(children). An unpinned record has no pinned descendants: every unpinned record can be evicted, leaf first.
 
-Old pages go first, and those that lie side by side go together. Pages that are free side by side are given out as one run, and runs
-move in long operations. A pool that evicts strictly by age crumbles: pages that came together go together only until some of them
-are used again, and pages of another age fill the holes, for ever. Age therefore only says which pages may go: the oldest fifth. In
-that fifth a hand goes over memory, again and again, and takes the pages that it meets. This costs hardly a hit: some pages go
-earlier than their age asks, and others stay longer.
+Old pages go first, and old pages that lie side by side go together. Pages that are free side by side are given out as one run, and
+runs move in long operations. A pool that evicts strictly by age crumbles: pages that came together go together only until some of
+them are used again, and pages of another age fill the holes, for ever. Age therefore only says which pages may go: the oldest
+fifth. In that fifth a hand goes over memory, again and again, and takes the pages that it meets. This costs hardly a hit: some
+pages go earlier than their age asks, and others stay longer.
 
 A *checkpoint* is the windows and states at a record's end, from which a prefill engine can go on. A checkpoint is complete when it
 enters, and nobody writes it. Without pins it goes when its pages are needed, the longest unused one first; its record stays.
@@ -211,7 +211,7 @@ class Residence:
             self._offer(int(path[here - 1]))
 
     def ranked_anew(self, records: RecordArray) -> None:
-        """Note that records, of which some may be here, have another rank."""
+        """Note that the rank of records has changed; some may be here."""
         for leaf in records[self._children[records] == 0].tolist():
             self._offer(leaf)
 

@@ -108,7 +108,7 @@ class Retentions:
         return max(self._priority_at[record], 0)
 
     def added_rank(self, records: RecordArray) -> npt.NDArray[np.float64]:
-        """Return what the priorities of records add to their ranks."""
+        """Return the ranks that the priorities of records add."""
         found: npt.NDArray[np.float64] = np.maximum(self._priority[records], 0) * PRIORITY_RANK
         return found
 
@@ -139,5 +139,5 @@ class Retentions:
 
 
 def base_rank(rank: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return ranks without what priorities have added to them."""
+    """Return ranks without the steps that priorities have added."""
     return np.mod(rank, PRIORITY_RANK)

@@ -153,7 +153,7 @@ class RunAllocator:
 class AdoptedSpace:
     """Page ids [0, page_count) of one index space that an engine gives out.
 
-    The engine says of each page whether a room writes the page, or only reads what the engine's own prefix cache has there. A page
+    The engine says of each page whether a room writes the page, or only reads a page of the engine's own prefix cache. A page
     has at most one writer, and gets a writer only while nobody reads the page; any number of rooms may read a written page.
     """
 

@@ -133,7 +133,7 @@ class MemoryPool(Closing):
     def on_gpu(cls, placement: Placement, *, on_progress: Progress = ignore_progress) -> Self:
         """Allocate every mapping of a placement in VRAM, zeroed.
 
-        Raises RegistrationError with what is free when it does not fit, UnsupportedError without CUDA or without that
+        Raises RegistrationError with the free bytes when it does not fit, UnsupportedError without CUDA or without that
         device; then nothing is left.
         """
         if placement.memory is not MemoryKind.VRAM:
@@ -229,7 +229,7 @@ class MappedRegions(Closing):
             raise InvalidInputError(f"{region.label} is {region.memory}, which is not what its origins hold")
         for whole, (offset, _, length_bytes) in zip(opened, extents, strict=True):
             end = offset + length_bytes
-            if end > whole.length_bytes:  # that would only show as a crash, in whoever touches it
+            if end > whole.length_bytes:  # it would only show as a crash of the process that touches it
                 where = whole.origin.path if isinstance(whole.origin, FileOrigin) else whole.label
                 raise InvalidInputError(f"{region.label} ends at byte {end} of {where}, which has {whole.length_bytes}")
         placed = region.at(extent.address for extent in opened)

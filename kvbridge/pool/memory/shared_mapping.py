@@ -302,7 +302,7 @@ _STATFS_BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """A limit of memory, the bytes that are left, and what an operator can do."""
+    """A limit of memory, the bytes that are left, and the cure for an operator."""
 
     name: str
     available_bytes: int

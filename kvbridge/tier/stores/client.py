@@ -2,7 +2,7 @@
 
 An order has an answer by its deadline, but a store that does not answer may still read or write the order's pages. An operation
 therefore has two ends, `answer` and `settled`. When it is not settled soon after its deadline, the client kills the process: the
-end of the process settles everything. The store keeps what it has, and orders under way are misses.
+end of the process settles everything. The store keeps its objects, and orders under way are misses.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class StoreClient:
         operation.timer = asyncio.get_running_loop().call_later(settle_s, self._kill, why)
 
     def _judge(self, operation: Operation, answer: Answer) -> None:
-        """Give the answer of an order, and count what it says about the store."""
+        """Give the answer of an order, and count it for or against the store."""
         operation.judged = True
         before, now_s = self.breaker.state, asyncio.get_running_loop().time()
         is_busy = Outcome.UNREACHABLE not in answer.outcomes and self._answered > operation.answered_before

@@ -60,7 +60,7 @@ class FileStore:
         """Open the directory and count its objects. Raises ConfigError when it cannot be used."""
         self._max_bytes, self._directory = settings.max_bytes, settings.directory
         self._changing = threading.Lock()
-        """Held by whoever adds or removes an object."""
+        """Held while a thread adds or removes an object."""
         self.total_bytes = 0
         """Bytes of all objects, as far as this process knows."""
         self._turn = cycle(_FOLDERS)

@@ -83,7 +83,7 @@ class Outcome(StrEnum):
     HIT = "hit"
     """The object was read, compared, and is right."""
     PRESENT = "present"
-    """There is something under the object's name; only reading tells what."""
+    """The store has bytes under the object's name; only a GET tells whether they are right."""
     DROPPED = "dropped"
     """The object is not in the store (any more)."""
     ABSENT = "absent"
@@ -92,7 +92,7 @@ class Outcome(StrEnum):
     OTHER_KEY = "other_key"
     """The object is that of another page, or of other layers or lanes."""
     WRONG_DIGEST = "wrong_digest"
-    """The object's bytes, or its trailer, are not those that were stored."""
+    """The object's bytes, or its trailer, have changed since they were stored."""
     OTHER_VERSION = "other_version"
     """Another release has written the object, in a form that this one does not read."""
     FULL = "full"
@@ -103,7 +103,7 @@ class Outcome(StrEnum):
 
 
 BAD = frozenset({Outcome.SHORT, Outcome.OTHER_KEY, Outcome.WRONG_DIGEST, Outcome.OTHER_VERSION})
-"""The object is not what it must be; it has been dropped, if the store could do so. Compute the page, and store it."""
+"""The object is wrong, and has been dropped if the store could do so. Compute the page, and store it."""
 BROKEN = frozenset({Outcome.TIMED_OUT, Outcome.UNREACHABLE})
 """The store is at fault, not the object. Go on without the object, and ask again later. The breaker counts these."""
 
@@ -134,7 +134,7 @@ class Answer(FrozenModel):
 
 
 Stretches = npt.NDArray[np.uint64]
-"""Addresses in this process and lengths in bytes, of shape (stretches, 2): what system calls take as an array of iovec."""
+"""Addresses in this process and lengths in bytes, of shape (stretches, 2): an array of iovec for system calls."""
 
 
 class StoredObject(NamedTuple):

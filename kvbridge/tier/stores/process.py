@@ -209,7 +209,7 @@ class _Request:
         self._trailers[index] = np.frombuffer(trailer, dtype=np.uint8)
 
     def compare(self, index: int) -> None:
-        """Compare an object that has come with what it must be."""
+        """Compare an object that was read with its key and its digest."""
         expected = self._form.read_trailer(self._keys[index], self._trailers[index].tobytes())
         if isinstance(expected, Outcome):
             self.wrong[index] = expected
@@ -273,7 +273,7 @@ def _work(store: PageStore, orders: queue.SimpleQueue[StoreOrder], link: _Link) 
         log.error("store_cannot_go_on", code=error.code, reason=str(error))
         link.send(StoreFailed(message=str(error)))
         os._exit(EXIT_FAILED)
-    except Exception:  # nobody knows any more what other calls do, but they end with this process
+    except Exception:  # other calls may be in any state, and end with this process
         log.exception("store_thread_failed")
         os._exit(EXIT_FAILED)
 
@@ -295,7 +295,7 @@ class _Link:
                 log.debug("store_report_unread", reason=str(error))
 
     def receive(self) -> StoreSetup | StoreOrder | None:
-        """Wait for the next message; None when the node has ended the pipe. Raises FrameError for what is no message."""
+        """Wait for the next message; None when the node has ended the pipe. Raises FrameError for bytes that are no message."""
         head = self._source.read(LENGTH.size)
         if len(head) < LENGTH.size:
             return None
