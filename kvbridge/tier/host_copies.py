@@ -107,11 +107,6 @@ class HostCopies:
         self._pinned: set[PinnedCopies] = set()
         self.watchers: list[CopyWatcher] = []
 
-    @property
-    def readers(self) -> list[Reader]:
-        """The readers of backups and of pinned pages."""
-        return [backup.reader for backup in self.backups.values()] + [pinned.reader for pinned in self._pinned]
-
     def cold(self, count: int) -> list[Keys]:
         """Return up to so many unread prompts whose last page is on the device only, the next to be evicted first."""
         leaves, records = self.index.device.leaves(), self.index.records

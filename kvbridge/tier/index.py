@@ -107,10 +107,6 @@ class PrefixIndex:
             found |= residence.evictable()
         return found
 
-    def all_pages(self) -> Pages:
-        """Return every page that is the index's, also those of checkpoints and of unreachable records."""
-        return merged([residence.all_pages() for residence in self.residences])
-
     # ------------------------------------------------------------------------------------- use
 
     def pin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> None:

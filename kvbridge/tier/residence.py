@@ -145,10 +145,6 @@ class Residence:
         """Return the pages of records that are here, in their order."""
         return {space: self._pages[row, records] for row, space in enumerate(self.spaces)}
 
-    def all_pages(self) -> Pages:
-        """Return every page that records have here, also those of checkpoints."""
-        return self.pages(self.all()) | self._in_space([checkpoint.pages for checkpoint in self._checkpoints.values()])
-
     def leaves(self) -> RecordArray:
         """Return the leaves that nobody pins, the one of the lowest rank first."""
         leaves = np.flatnonzero((self._children == 0) & (self._pins == 0))
@@ -165,10 +161,6 @@ class Residence:
         if self.checkpoint_space is not None:
             found[self.checkpoint_space] = self._unpinned_checkpoint_pages
         return found
-
-    def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
-        """Return the number of readers of each record, by its number, and of each checkpoint, by its record's."""
-        return self._pins.copy(), {record: checkpoint.pins for record, checkpoint in self._checkpoints.items()}
 
     # ------------------------------------------------------------------------------------- use
 
@@ -286,10 +278,7 @@ class Residence:
             found.append(self._checkpoints.pop(record).pages)
             self._has_checkpoint[record] = False
             self._unpinned_checkpoint_pages -= len(found[-1])
-        return self._in_space(found)
-
-    def _in_space(self, pages: list[PageIdArray]) -> Pages:
-        return {} if self.checkpoint_space is None else {self.checkpoint_space: join(pages)}
+        return {} if self.checkpoint_space is None else {self.checkpoint_space: join(found)}
 
     def _checkpoint(self, record: int) -> _Checkpoint:
         try:

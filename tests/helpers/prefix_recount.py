@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from kvbridge.core.ids import Pages
 from kvbridge.pool.accounts.book import PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.records import _UNUSED, NO_RECORD, Records, join
+from kvbridge.tier.records import _UNUSED, NO_RECORD, Records, join, merged
 from kvbridge.tier.residence import Residence
 from kvbridge.tier.retention import Retentions
 from tests.helpers.accounts import cached_pages
@@ -14,20 +15,20 @@ from tests.helpers.accounts import cached_pages
 def check_cache(cache: PrefixCache) -> None:
     index, copies = cache.index, cache.copies
     check_index(index)
-    cached, known = cached_pages(cache._book), index.all_pages()
+    cached, known = cached_pages(cache._book), all_pages(index)
     for space in cached.keys() | known.keys():
         differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
         assert not len(differing), f"pages of {space} are cached or in the index, not both: {differing.tolist()[:8]}"
     readers = [*cache._readers.values()]
     if copies is not None:
-        readers += copies.readers
+        readers += [one.reader for one in (*copies.backups.values(), *copies._pinned)]
         copied = [backup.records for backup in copies.backups.values()]
         assert np.count_nonzero(copies._is_copied) == sum(map(len, copied)), "records that no backup copies"
         assert all(copies._is_copied[one].all() for one in copied), "copied records that are not noted"
         states = {cache._book.state(owner) for owner in copies.backups}
         assert states <= {PageState.LEASED, PageState.QUARANTINED}, f"host pages of backups are {states}"
     for residence in index.residences:
-        pins, checkpoint_pins = residence.pins()
+        pins, checkpoint_pins = residence._pins, {at: one.pins for at, one in residence._checkpoints.items()}
         expected, restoring = np.zeros_like(pins), dict.fromkeys(checkpoint_pins, 0)
         for reader in readers:
             stop = {id(index.device): reader.device, id(index.host): reader.host}.get(id(residence))
@@ -37,6 +38,12 @@ def check_cache(cache: PrefixCache) -> None:
                     restoring[record] = restoring.get(record, 0) + 1
         assert np.array_equal(pins, expected), f"pins are not those of the readers in {residence!r}"
         assert restoring == checkpoint_pins, f"pins of checkpoints are not those of the readers in {residence!r}"
+
+
+def all_pages(index: PrefixIndex) -> Pages:
+    """Return every page that is the index's, also those of checkpoints and of unreachable records."""
+    ends = [{one.checkpoint_space: end.pages} for one in index.residences for end in one._checkpoints.values()]
+    return merged([*(one.pages(one.all()) for one in index.residences), *ends])
 
 
 def check_index(index: PrefixIndex) -> None:

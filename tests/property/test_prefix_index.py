@@ -16,7 +16,7 @@ from kvbridge.tier import residence as victims_module
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.examples import fewer
-from tests.helpers.prefix_recount import check_index
+from tests.helpers.prefix_recount import all_pages, check_index
 
 FULL = IndexSpace.FULL
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
@@ -170,7 +170,7 @@ class IndexMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         check_index(self.index)
-        cached = self.index.all_pages()[FULL].tolist()
+        cached = all_pages(self.index)[FULL].tolist()
         assert sorted(cached) == sorted(page.full for page in [*self.known.values(), *self.unreachable])
         assert sorted(self.free + cached) == list(range(PAGES))
         assert self.index.evictable()[FULL] == sum(not page.pins for page in self.known.values())

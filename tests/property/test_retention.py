@@ -10,7 +10,7 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.retention import Claim
 from tests.helpers.examples import fewer
-from tests.helpers.prefix_recount import check_index
+from tests.helpers.prefix_recount import all_pages, check_index
 
 FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
 PAGES = 24
@@ -86,7 +86,7 @@ class RetentionMachine(RuleBasedStateMachine):
         """Whatever nobody reads can be had, and nothing goes while there is something of a lower priority."""
         self.index.decay(self.now)
         before = {int(record): self._priority(int(record)) for record in self._all()}
-        pins = self.index.device.pins()[0]
+        pins = self.index.device._pins
         got = self.index.evict({FULL: count})
         assert len(got.get(FULL, ())) == count
         left = set(self._all())
@@ -100,9 +100,9 @@ class RetentionMachine(RuleBasedStateMachine):
         if not hasattr(self, "index"):
             return
         check_index(self.index)
-        assert sorted(self.free + self.index.all_pages()[FULL].tolist()) == list(range(PAGES))
+        assert sorted(self.free + all_pages(self.index)[FULL].tolist()) == list(range(PAGES))
         assert all(count <= self.limit for count in self.index.retentions.by_namespace.values())
-        unpinned = sum(self.index.device.pins()[0][record] == 0 for record in self._all())
+        unpinned = sum(self.index.device._pins[record] == 0 for record in self._all())
         assert self.index.evictable()[FULL] == unpinned, "retention pins nothing"
 
     def _all(self) -> list[int]:
