@@ -40,14 +40,6 @@ def failed() -> messages.Failed:
     return messages.Failed(**SAID, code="transport_failed", message="cable")
 
 
-ARRIVED = {
-    DecodeState.VERIFYING,
-    DecodeState.COMMITTED,
-    DecodeState.CLAIMED,
-    DecodeState.ABORTING_CLAIMED,
-    DecodeState.FAILING_CLAIMED,
-    DecodeState.COMPLETED,
-}
 HOW_THEY_COME: dict[DecodeState, tuple[str, ...]] = {
     DecodeState.VERIFYING: ("arrive",),
     DecodeState.COMMITTED: ("arrive",),
@@ -60,6 +52,7 @@ HOW_THEY_COME: dict[DecodeState, tuple[str, ...]] = {
     DecodeState.ABORTED: ("stop", "drain"),
     DecodeState.FAILED: ("fail", "drain"),
 }
+ARRIVED = {state for state, way in HOW_THEY_COME.items() if way[0] == "arrive"}
 
 
 def decode_in(state: DecodeState | None, before: str = "") -> DecodeBench:
@@ -270,12 +263,8 @@ PREFILL_SAID: list[tuple[str, messages.RoomMessage]] = [
 
 
 def prefill_histories(state: PrefillState | None) -> list[str]:
-    return {
-        PrefillState.ABORTING: ["", "closed"],
-        PrefillState.FAILING: ["", "closed"],
-        PrefillState.ABORTED: ["", "intended"],
-        PrefillState.FAILED: ["", "intended"],
-    }.get(state, [""])
+    stopping = ["", "closed"] if state in {PrefillState.ABORTING, PrefillState.FAILING} else [""]
+    return ["", "intended"] if state in ENDED_EARLY else stopping
 
 
 @pytest.mark.parametrize(("state", "before"), rooms_in([*PrefillState, None], prefill_histories))
