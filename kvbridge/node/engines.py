@@ -8,7 +8,7 @@ when its process has ended: the connection of a killed process ends first, and i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -199,17 +199,19 @@ class Engines:
         engine = self._attached.get(name)
         if engine is None:
             raise ConflictError("this engine is not attached (or the daemon was restarted since); attach first")
-        if isinstance(message, Detach):
-            return self._detach(engine, message)
+        if isinstance(message, Detach):  # the engine uses no page any more, and nothing waits for its process
+            del self._attached[name]
+            self._events.emit(EngineLeft(engine=name))
+            self._rooms.engine_gone(name, "it has left")
+            self._rooms.engine_ended(name)
+            return Accepted(call=message.call)
         if engine.lost and not isinstance(message, Finish | Release | AbortRoom):
             raise DetachedError(
                 f"the device memory of this engine is gone ({engine.lost}); release or abort its rooms, close it and attach again"
             )
         match message:
-            case Fetch() if self._rooms.role is Role.DECODE:
-                self.fetch(engine, message)
-            case Hold() if self._rooms.role is Role.PREFILL:
-                self.hold(engine, message)
+            case Hold() | Fetch() if isinstance(message, Hold) is (self._rooms.role is Role.PREFILL):
+                self.admit_own(engine, message)
             case Admit() if self._rooms.role is Role.PREFILL:
                 asked = message.model_dump(exclude={"call", "type"})
                 self._admission.admit_now(AdmissionRequest(**asked, client=CLIENT))
@@ -246,43 +248,18 @@ class Engines:
         self._events.emit(EngineAttached(engine=name, pid=engine.pid, ranks=ranks))
         return answer
 
-    def _detach(self, engine: AttachedEngine, message: Detach) -> Accepted:
-        """Fail the rooms that an engine leaves open; the engine uses no page any more, and nothing waits for it."""
-        del self._attached[engine.name]
-        self._events.emit(EngineLeft(engine=engine.name))
-        self._rooms.engine_gone(engine.name, "it has left")
-        self._rooms.engine_ended(engine.name)
-        return Accepted(call=message.call)
-
     # ------------------------------------------------------------------ rooms that engines admit
 
-    def hold(self, engine: AttachedEngine, message: Hold) -> None:
-        """Admit a room for a prompt that the engine computes, and carry out the calls that the message stands for."""
-        calls: list[Call] = []
-        room, tokens = message.room, message.prompt_tokens
-        if message.tables is not None:
-            pages = {"tables": message.tables, "computed_tokens": message.computed_tokens}
-            calls.append(Begin(call=message.call, room=room, prompt_tokens=tokens, **pages))
-        if message.published_tokens:
-            calls.append(Publish(call=message.call, room=room, upto_token=message.published_tokens))
-        if message.published_tokens == tokens:
-            calls.append(Finish(call=message.call, room=room, metadata=message.metadata))
+    def admit_own(self, engine: AttachedEngine, message: Hold | Fetch) -> None:
+        """Admit a room for an engine, or let the engine join it, and carry out the calls that the message stands for."""
         try:
-            self._admit_own(engine, message, calls)
+            self._admit_own(engine, message)
         except Exception as error:
             known = error if isinstance(error, BridgeError) else BridgeError(str(error) or type(error).__name__)
-            self._rooms.not_admitted(room, message.generation, known)
+            self._rooms.not_admitted(message.room, message.generation, known)
             raise
 
-    def fetch(self, engine: AttachedEngine, message: Fetch) -> None:
-        """Admit a room that prefill nodes hold for the engine, and take its pages if the engine has any."""
-        calls: list[Call] = []
-        if message.tables is not None:
-            pages = {"tables": message.tables, "prefix_tokens": message.prefix_tokens}
-            calls.append(Provide(call=message.call, room=message.room, **pages))
-        self._admit_own(engine, message, calls)
-
-    def _admit_own(self, engine: AttachedEngine, message: Hold | Fetch, calls: list[Call]) -> None:
+    def _admit_own(self, engine: AttachedEngine, message: Hold | Fetch) -> None:
         if not self._rooms.settings.adopted:
             raise ConflictError(
                 "this node owns its pools, so the pages of a room are its own to give: rooms are admitted over HTTP, or by `admit`"
@@ -294,7 +271,7 @@ class Engines:
             request = AdmissionRequest(**about, prefill=prefill, client=CLIENT)
             self._admission.admit_now(request, engine=AdmittingEngine(engine.name, message.prompt_digest, held))
         try:
-            for call in calls:
+            for call in _calls_in(message):
                 self._rooms.calls[type(call)](engine, call)
         except Exception as error:
             room = self._rooms.book.find(message.room, message.generation)
@@ -332,3 +309,19 @@ class Engines:
         if self._departed.pop(name, None) is not None:
             self._events.emit(EngineEnded(engine=name))
             self._rooms.engine_ended(name)
+
+
+def _calls_in(message: Hold | Fetch) -> Iterator[Call]:
+    about = {"call": message.call, "room": message.room}
+    if isinstance(message, Fetch):
+        if message.tables is not None:
+            yield Provide(**about, tables=message.tables, prefix_tokens=message.prefix_tokens)
+        return
+    tokens, published_tokens = message.prompt_tokens, message.published_tokens
+    if message.tables is not None:
+        pages = {"tables": message.tables, "computed_tokens": message.computed_tokens}
+        yield Begin(**about, prompt_tokens=tokens, **pages)
+    if published_tokens:
+        yield Publish(**about, upto_token=published_tokens)
+    if published_tokens == tokens:
+        yield Finish(**about, metadata=message.metadata)

@@ -69,7 +69,7 @@ class SimulatedCalls:
             if begun:
                 taken = self.take_source(owner, tokens)
                 about |= taken | {"tables": to_wire(taken["tables"])}
-            self.prefill.admission.hold(AttachedEngine("e0", 0, RANKS), Hold(call=1, **about))
+            self.prefill.admission.admit_own(AttachedEngine("e0", 0, RANKS), Hold(call=1, **about))
         if begun:
             self.prefill.engines.uses("e0", owner)
 
@@ -82,7 +82,7 @@ class SimulatedCalls:
             if named:
                 pages, prefix_tokens = self.take_destination(owner, tokens)
                 about |= {"tables": to_wire(pages), "prefix_tokens": prefix_tokens}
-            self.admission.fetch(AttachedEngine("a", 0, (R0,)), Fetch(call=1, **about))
+            self.admission.admit_own(AttachedEngine("a", 0, (R0,)), Fetch(call=1, **about))
 
     def take_destination(self, owner: Owner, tokens: int) -> tuple[Tables, int]:
         """The engine of the decode node takes pages; those behind the prompt's beginning that it has, and how much that is."""

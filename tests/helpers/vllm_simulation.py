@@ -119,9 +119,9 @@ class Side:
         message, world = self.link.posted.popleft(), self.pair.world
         try:
             if isinstance(message, Hold):
-                world.prefill.admission.hold(E0, message)
+                world.prefill.admission.admit_own(E0, message)
             elif isinstance(message, Fetch):
-                world.admission.fetch(A, message)
+                world.admission.admit_own(A, message)
             elif self.name == "prefill":
                 world.prefill.verbs.rooms.calls[type(message)](E0, message)
             else:

@@ -1,6 +1,5 @@
 """Random lives of rooms between a prefill and a decode node: pages are never used twice, and everything comes to an end."""
 
-
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, strategies as st
