@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import structlog
 
@@ -22,12 +21,11 @@ from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.geometry.tiers import copy_space
 from kvbridge.core.ids import HOST_COPIES, IndexSpace, MemoryKind, PageMoves
 from kvbridge.core.process import Clock
-from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart
 from kvbridge.tier.copies import CopyMeans, Direction, HostCopier, backup_shares
-from kvbridge.worker.rank import NodeLink, RankIdentity, contained
+from kvbridge.worker.rank import NodeLink, RankIdentity, answered, contained
 
 log = structlog.get_logger(__name__)
 
@@ -41,18 +39,14 @@ class BackupCopier:
 
     def __init__(self, identity: RankIdentity) -> None:
         """Raises InvalidInputError when the node has no host copies, UnsupportedError for memory that the GPU cannot copy."""
-        geometry, regions, tp_ranks = identity.geometry, identity.manifest.regions, identity.stage_tp_ranks
+        form, regions = identity.manifest, identity.manifest.regions
         gpu = next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
-        part = RankPart(
-            rank=identity.rank,
-            pp_size=identity.manifest.pp_size,
-            tp_size=identity.manifest.tp_size,
-            layers=tuple(sorted({region.layer for region in regions})),
-        )
-        shares = backup_shares(geometry, part, tp_ranks)
+        layers = tuple(sorted({region.layer for region in regions}))
+        part = RankPart(rank=identity.rank, pp_size=form.pp_size, tp_size=form.tp_size, layers=layers)
+        shares = backup_shares(identity.geometry, part, identity.stage_tp_ranks)
         means = CopyMeans(CopyBackend(identity.copy_backend), gpu)
         self._copier = HostCopier(
-            geometry, regions, identity.twins, direction=Direction.BACKUP, means=means, shares=shares
+            identity.geometry, regions, identity.twins, direction=Direction.BACKUP, means=means, shares=shares
         )
         self._stream = None if gpu is None else runtime.Stream.create(gpu)
         copied = {(region.component, region.layer, region.space): region for region in identity.twins}
@@ -62,11 +56,11 @@ class BackupCopier:
             if twin is not None and region.space in HOST_COPIES:
                 lanes = (region.lane_stop - region.lane_start) / (twin.lane_stop - twin.lane_start)
                 found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
-        slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
         self.page_bytes: Mapping[IndexSpace, float] = found
         """Bytes of a page of each space that this rank copies, on average over the pages of an order."""
         # Slices begin where a share does, so that the ranks share a slice as they would share the whole order.
         unit = math.lcm(*(count for _, count in shares.values()))
+        slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
         self.slice_pages: Mapping[IndexSpace, int] = {
             space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()
         }
@@ -90,14 +84,6 @@ class BackupCopier:
             self._stream.close()
 
 
-@dataclass(eq=False)
-class _Order:
-    request: CopyPages
-    slices: deque[PageMoves]
-    bytes: float = 0.0
-    busy_s: float = 0.0
-
-
 class PageCopies:
     """The orders of one rank to copy pages, one after another."""
 
@@ -116,7 +102,10 @@ class PageCopies:
         self._create = create
         self._copier: BackupCopier | None = None
         self._waiting: deque[CopyPages] = deque()
-        self._order: _Order | None = None
+        self._slices: deque[PageMoves] | None = None
+        """What is left of the first order; None before it has begun."""
+        self._bytes, self._busy_s = 0.0, 0.0
+        """What the first order has copied, and the time that its slices took."""
         self._ticket: int | None = None
         """The ticket of the slice that is being copied."""
         self._writing = False
@@ -150,67 +139,53 @@ class PageCopies:
         except BridgeError as error:
             self._end(error)
             return True
-        if self._order is not None and not self._order.slices:
+        if self._slices is not None and not self._slices:
             self._end()
         return changed or quiet
 
     def _step(self, request: CopyPages) -> bool:
         if self._copier is None:
             self._copier = self._create(self._identity)
-        if self._order is None:
-            self._order = _Order(request, deque(self._slices(self._copier, request)))
+        if self._slices is None:
+            self._slices = deque(_cut(self._copier, request))
         if self._ticket is not None:
-            return self._look(self._copier, self._order, self._ticket)
-        if not self._order.slices:
+            return self._look(self._copier, self._slices, self._ticket)
+        if not self._slices:
             return True
         self._begun_s = self._clock()
         if self._begun_s < self._not_before_s:
             return False
         self._writing = True
-        self._ticket = self._copier.copy(self._order.slices[0])
-        self._look(self._copier, self._order, self._ticket)
+        self._ticket = self._copier.copy(self._slices[0])
+        self._look(self._copier, self._slices, self._ticket)
         return True
 
-    def _look(self, copier: BackupCopier, order: _Order, ticket: int) -> bool:
+    def _look(self, copier: BackupCopier, slices: deque[PageMoves], ticket: int) -> bool:
         """Account for the slice under way if it is done. Return whether it is."""
         if not copier.done(ticket):
             return False
         self._ticket, self._writing = None, False
         now_s = self._clock()
-        order.busy_s += now_s - self._begun_s
-        order.bytes += sum(len(ids) * copier.page_bytes[space] for space, (ids, _) in order.slices.popleft().items())
-        self._not_before_s = now_s + (now_s - self._begun_s) * (1 / order.request.link_share - 1)
+        took_s = now_s - self._begun_s
+        self._busy_s += took_s
+        self._bytes += sum(len(ids) * copier.page_bytes[space] for space, (ids, _) in slices.popleft().items())
+        self._not_before_s = now_s + took_s * (1 / self._waiting[0].link_share - 1)
         return True
-
-    def _slices(self, copier: BackupCopier, request: CopyPages) -> Iterator[PageMoves]:
-        """Cut an order into slices. Raises InvalidInputError for tables that do not belong together."""
-        for move in request.moves:
-            space = move.device.space
-            device, twins = (tables_from_wire((table,))[table.space].ids for table in (move.device, move.twins))
-            if len(device) != len(twins) or move.twins.space is not copy_space(space):
-                raise InvalidInputError(
-                    f"{len(device)} pages of '{space}' cannot be copied to {len(twins)} of '{move.twins.space}'"
-                )
-            for at in range(0, len(device), copier.slice_pages[space]):
-                part = slice(at, at + copier.slice_pages[space])
-                yield {space: (device[part], twins[part])}
 
     def _end(self, error: BridgeError | None = None) -> None:
         """Answer an order. The device may still write for an order that fails while a slice is under way."""
-        request, order = self._waiting.popleft(), self._order
         answer = PagesCopied(
             rank=self._identity.rank,
-            order=request.order,
-            bytes=0 if order is None else round(order.bytes),
-            seconds=0.0 if order is None else order.busy_s,
-            error_code="" if error is None else error.code,
-            error="" if error is None else (str(error) or type(error).__name__)[:REASON_CHARS],
+            order=self._waiting.popleft().order,
+            bytes=round(self._bytes),
+            seconds=self._busy_s,
             quiet=not self._writing or self._is_idle(),
+            **answered(error),
         )
         if not answer.quiet:
             self._unquiet.append(answer)
-        self._order = self._ticket = None
-        self._writing = False
+        self._slices = self._ticket = None
+        self._bytes, self._busy_s, self._writing = 0.0, 0.0, False
         self._link.send(answer)
 
     def _say_quiet(self) -> bool:
@@ -246,3 +221,17 @@ class PageCopies:
             )
         if self._copier is not None:
             self._copier.close()
+
+
+def _cut(copier: BackupCopier, request: CopyPages) -> Iterator[PageMoves]:
+    """Cut an order into slices. Raises InvalidInputError for tables that do not belong together."""
+    for move in request.moves:
+        space = move.device.space
+        device, twins = (tables_from_wire((table,))[table.space].ids for table in (move.device, move.twins))
+        if len(device) != len(twins) or move.twins.space is not copy_space(space):
+            raise InvalidInputError(
+                f"{len(device)} pages of '{space}' cannot be copied to {len(twins)} of '{move.twins.space}'"
+            )
+        for at in range(0, len(device), copier.slice_pages[space]):
+            part = slice(at, at + copier.slice_pages[space])
+            yield {space: (device[part], twins[part])}

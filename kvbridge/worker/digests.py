@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,14 +11,13 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import MemoryKind, Tables
-from kvbridge.core.plan.digests import ChecksumArray, DigestPieces, DigestSums, digest_pieces, followed_by
+from kvbridge.core.plan.digests import ChecksumArray, DigestPieces, DigestSums, PageDigests, digest_pieces, followed_by
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import LayerGroup, Stripe, held_groups
 from kvbridge.core.process import Clock
-from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import Digested, Verified, Verify
 from kvbridge.kernels.digest import raw_checksums
-from kvbridge.worker.rank import NodeLink, RankIdentity, contained
+from kvbridge.worker.rank import NodeLink, RankIdentity, answered, contained
 
 SLICE_BYTES = 4 << 20
 """Bytes read between two checks of the transfers: 0.3 to 0.4 ms on one core, in host memory and pieces of 37 KiB and more."""
@@ -40,7 +38,7 @@ class DigestWork:
         source: Tables,
         destination: Tables,
     ) -> None:
-        """`source`: pages where the rows are read. `destination`: pages where the peer (or this rank itself) keeps the rows."""
+        """Rows are read in `source`; in `destination` the peer, or this rank itself, keeps them."""
         self.sums = DigestSums(geometry, section)
         self._pieces = digest_pieces(groups, section, source, destination)
         self._present: DigestPieces | None = None
@@ -73,14 +71,6 @@ class DigestWork:
         return int(costs[count - 1])
 
 
-@dataclass(eq=False)
-class _Verification:
-    request: Verify
-    received_s: float
-    work: DigestWork | None = None
-    busy_s: float = 0.0
-
-
 class Verifications:
     """Computes digests of the rows that have arrived, one room after another."""
 
@@ -88,7 +78,11 @@ class Verifications:
         self._identity = identity
         self._link = link
         self._clock = clock
-        self._waiting: deque[_Verification] = deque()
+        self._waiting: deque[tuple[Verify, float]] = deque()
+        """Orders, and when each was received."""
+        self._work: DigestWork | None = None
+        """Of the first order."""
+        self._busy_s = 0.0
         self._groups: dict[Stripe, tuple[LayerGroup, ...]] = {}
 
     def __len__(self) -> int:
@@ -96,25 +90,24 @@ class Verifications:
 
     def take(self, request: Verify) -> None:
         """Queue an order."""
-        self._waiting.append(_Verification(request, self._clock()))
+        self._waiting.append((request, self._clock()))
 
     def step(self) -> bool:
         """Compute one slice of the first room. Return whether there was one. A failure fails that room alone."""
         if not self._waiting:
             return False
-        first = self._waiting[0]
-        begun_s = self._clock()
+        request, begun_s = self._waiting[0][0], self._clock()
         try:
-            with contained("the digest", room=first.request.room):
-                if first.work is None:
-                    first.work = self._begin(first.request)
-                done = first.work.step()
+            with contained("the digest", room=request.room):
+                if self._work is None:
+                    self._work = self._begin(request)
+                done = self._work.step()
         except BridgeError as error:
-            self._end(first, error)
+            self._end((), error)
             return True
-        first.busy_s += self._clock() - begun_s
+        self._busy_s += self._clock() - begun_s
         if done:
-            self._end(first)
+            self._end(self._work.sums.parts())
         return True
 
     def _begin(self, request: Verify) -> DigestWork:
@@ -123,30 +116,17 @@ class Verifications:
         if groups is None:
             groups = held_groups(self._identity.geometry, self._identity.manifest, host_share=share)
             self._groups = {share: groups}
-        whole = Section(
-            prompt_tokens=request.prompt_tokens,
-            prefix_tokens=request.prefix_tokens,
-            start_token=0,
-            stop_token=request.prompt_tokens,
-        )
+        tokens = request.prompt_tokens
+        whole = Section(prompt_tokens=tokens, prefix_tokens=request.prefix_tokens, start_token=0, stop_token=tokens)
         tables = tables_from_wire(request.tables)
         asked = [group for group in groups if group.source.form.space in tables]
         return DigestWork(self._identity.geometry, asked, whole, tables, tables)
 
-    def _end(self, ended: _Verification, error: BridgeError | None = None) -> None:
-        self._waiting.popleft()
-        request, rank = ended.request, self._identity.rank
-        room, generation = request.room, request.generation
-        if error is None and ended.work is not None:
-            for part in ended.work.sums.parts():
-                self._link.send(Digested(room=room, generation=generation, rank=rank, digests=part))
-        self._link.send(
-            Verified(
-                room=room,
-                generation=generation,
-                rank=rank,
-                seconds={"verify": self._clock() - ended.received_s, "verify_busy": ended.busy_s},
-                error_code="" if error is None else error.code,
-                error="" if error is None else str(error)[:REASON_CHARS],
-            )
-        )
+    def _end(self, digests: Iterable[tuple[PageDigests, ...]], error: BridgeError | None = None) -> None:
+        request, received_s = self._waiting.popleft()
+        room, generation, rank = request.room, request.generation, self._identity.rank
+        for part in digests:
+            self._link.send(Digested(room=room, generation=generation, rank=rank, digests=part))
+        seconds = {"verify": self._clock() - received_s, "verify_busy": self._busy_s}
+        self._link.send(Verified(room=room, generation=generation, rank=rank, seconds=seconds, **answered(error)))
+        self._work, self._busy_s = None, 0.0

@@ -43,12 +43,11 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
 )
 from kvbridge.pool.memory.gpu_memory import StreamPoints
-from kvbridge.transport.base import Transport
+from kvbridge.transport.base import TransferStatus, Transport
 from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
-from kvbridge.worker.orders import Loss, OpenedRoom, Order, OrderBook, RoomKey
-from kvbridge.worker.paths import Target
-from kvbridge.worker.peers import RankPeers
+from kvbridge.worker.orders import OpenedRoom, Order, OrderBook, Part, RoomKey
+from kvbridge.worker.peers import RankPeers, Target
 from kvbridge.worker.rank import NodeLink, Pauses, RankIdentity, WorkerLimits
 from kvbridge.worker.transports import Background, RankTransports, TransportFactory, in_background
 
@@ -278,33 +277,32 @@ class RankWorker:
     def _push(self, order: Order) -> bool:
         """Push an order forward; whether it is over. It is not over before every transport that failed it is quiet or closed."""
         order.poll()
-        for loss in list(order.losses):
-            self._recover(order, loss)
+        for part, failure in order.losses:
+            self._recover(order, part, failure)
         ended = all(part.ended for part in order.parts) and not order.losses
         return ended and bool(order.error_code or not order.not_quiet)
 
-    def _recover(self, order: Order, loss: Loss) -> None:
+    def _recover(self, order: Order, part: Part, failure: TransferStatus) -> None:
         """Send again by another path, wait for one that is being connected, or fail. An order that has failed needs nothing."""
-        peer, ordinal, lost = order.peer, loss.part.ordinal, loss.part.target
+        peer, ordinal, lost = order.peer, part.ordinal, part.target
         assert peer is not None, "an order that has sent anything was started"
         self._peers.lost(peer, ordinal, lost)
         path = self._peers.other_path(peer, ordinal)
         if order.error_code:
-            order.losses.clear()
+            part.failure = None
         elif path is not None:
             if not lost.told:
-                self._peers.tell_paths(peer, lost=lost.transport.name, error=loss.error[:REASON_CHARS])
-            self._tell_rerouted(order, loss, path)
-            order.send_again(loss, path, timeout_s=self._limits.transfer_s)
+                self._peers.tell_paths(peer, lost=lost.transport.name, error=failure.error[:REASON_CHARS])
+            self._tell_rerouted(order, lost, path, failure)
+            order.send_again(part, failure, path, timeout_s=self._limits.transfer_s)
         elif not self._peers.awaits_path(peer, ordinal):
-            order.fail_by(loss)
+            order.fail_by(part, failure)
 
-    def _tell_rerouted(self, order: Order, loss: Loss, path: Target) -> None:
+    def _tell_rerouted(self, order: Order, lost: Target, path: Target, failure: TransferStatus) -> None:
         """Tell the node once for each room, and again when something turns out to be in transit."""
-        lost = loss.part.target
-        if order.key in lost.told and not (loss.in_transit and not lost.told[order.key]):
+        if order.key in lost.told and not (failure.in_transit and not lost.told[order.key]):
             return
-        lost.told[order.key] = loss.in_transit
+        lost.told[order.key] = failure.in_transit
         room, generation = order.key
         self._link.send(
             Rerouted(
@@ -314,16 +312,16 @@ class RankWorker:
                 lost=lost.transport.name,
                 over=path.transport.name,
                 epoch=lost.endpoint.epoch,
-                in_transit=loss.in_transit,
-                error=loss.error[:REASON_CHARS],
+                in_transit=failure.in_transit,
+                error=failure.error[:REASON_CHARS],
             )
         )
 
     def _digest_some(self) -> bool:
         """Compute one slice of digests for the oldest order that lacks some, and one of rows that have arrived."""
         order = next((order for order in self._orders.active if order.digests is not None), None)
-        if order is not None:
-            order.digest_some(self._clock)
+        if order is not None and order.digests is not None:
+            order.digest_some(order.digests, self._clock)
         return self._verifications.step() or order is not None
 
     def _start_queued(self) -> bool:
@@ -337,11 +335,9 @@ class RankWorker:
 
     def _is_written(self, order: Order) -> bool:
         """Whether the engine's GPU has written the rows that the order reads. A GPU that cannot be asked fails the order."""
-        try:
+        with order.guarded("asking whether the engine's rows are written"):
             return self._points.reached(order.request.after)
-        except BridgeError as error:
-            order.fail(error.code, str(error))
-            return True
+        return True
 
     def _start(self, order: Order) -> None:
         if order.error_code:

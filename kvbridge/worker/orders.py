@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -22,9 +22,8 @@ from kvbridge.core.wire.messages import REASON_CHARS, WireTable
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus, Transport
 from kvbridge.worker.digests import DigestWork
-from kvbridge.worker.paths import Target
-from kvbridge.worker.peers import ConnectedPeer
-from kvbridge.worker.rank import contained
+from kvbridge.worker.peers import ConnectedPeer, Target
+from kvbridge.worker.rank import contained, logged
 
 log = structlog.get_logger(__name__)
 
@@ -73,16 +72,8 @@ class Part:
     operations: Operations
     transfer: Transfer
     ended: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Loss:
-    """The operations of a part that a path has not confirmed, and why the path failed."""
-
-    part: Part
-    operations: Operations
-    in_transit: bool
-    error: str
+    failure: TransferStatus | None = None
+    """How the transfer failed, until the operations that were not confirmed are sent again by another path."""
 
 
 @dataclass(eq=False)
@@ -98,8 +89,6 @@ class Order:
     amounts: Amounts = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
-    losses: list[Loss] = field(default_factory=list)
-    """Operations to send again by another path; without one they fail the order."""
     lost: list[str] = field(default_factory=list)
     """The errors of paths that others have replaced."""
     error_code: str = ""
@@ -119,19 +108,33 @@ class Order:
         """The room and generation that it belongs to."""
         return self.request.room, self.request.generation
 
+    @property
+    def losses(self) -> list[tuple[Part, TransferStatus]]:
+        """Parts that have failed, and how. They are to be sent again by another path; without one they fail the order."""
+        return [(part, part.failure) for part in self.parts if part.failure is not None]
+
+    @contextmanager
+    def guarded(self, work: str) -> Iterator[None]:
+        """Fail the order, and nothing else, with any error of some work."""
+        try:
+            with self._contained(work):
+                yield
+        except BridgeError as error:
+            self.fail(error.code, str(error))
+
+    def _contained(self, work: str) -> AbstractContextManager[None]:
+        return contained(work, room=self.request.room, order=self.request.order)
+
     def fail(self, code: str, reason: str) -> None:
         """Keep the first cause and submit nothing further. Transfers in flight are aborted; the order waits for their end."""
         if not self.error_code:
             self.error_code, self.error = code, reason[:REASON_CHARS]
         self.digests = None
-        self.losses.clear()
         for part in self.parts:
-            try:
-                with self._contained(f"{part.target.transport.name}: aborting a transfer"):
-                    part.transfer.abort(reason)
-            except BridgeError as error:
-                room, order = self.key[0], self.request.order
-                log.error("transfer_not_aborted", room=room, order=order, reason=str(error))
+            part.failure = None
+            work = f"{part.target.transport.name}: aborting a transfer"
+            with logged("transfer_not_aborted", work, room=self.request.room, order=self.request.order):
+                part.transfer.abort(reason)
 
     def start(self, room: OpenedRoom, peer: ConnectedPeer, *, timeout_s: float, clock: Clock) -> None:
         """Plan and submit to every rank of the peer. A failure of either fails this order alone."""
@@ -140,43 +143,14 @@ class Order:
         if room.error is not None:
             self.fail(room.error.code, f"the room cannot be opened: {room.error}")
             return
-        try:
-            with self._contained("planning"):
-                planned = self._plan(room, peer)
+        with self.guarded("planning"):
+            planned = self._plan(room, peer)
             planned_s = clock()
             self.seconds["plan"] = planned_s - begun_s
             for ordinal, target, operations in planned:
                 self._submit(ordinal, target, operations, timeout_s)
             self.seconds["submit"] = clock() - planned_s
-        except BridgeError as error:
-            self.fail(error.code, str(error))
         self.seconds["first_byte"] = clock() - self.received_s
-
-    def _contained(self, work: str) -> AbstractContextManager[None]:
-        return contained(work, room=self.request.room, order=self.request.order)
-
-    def _submit(self, ordinal: int, target: Target, operations: Operations, timeout_s: float) -> None:
-        """Begin to send. A defect leaves unknown whether something was sent, so the transport then counts as not quiet."""
-        try:
-            transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
-        except BridgeError:
-            raise
-        except Exception:
-            self.in_transit = True
-            self.not_quiet.add(target.transport)
-            with self._contained(f"{target.transport.name}: submitting"):
-                raise
-        self.parts.append(Part(ordinal, target, operations, transfer))
-
-    def send_again(self, loss: Loss, target: Target, *, timeout_s: float) -> None:
-        """Send unconfirmed operations by another path: the same bytes into the same pages, which stay leased until the end."""
-        self.losses.remove(loss)
-        self.lost.append(f"{loss.part.target.transport.name}: {loss.error}")
-        try:
-            operations = loss.operations.cut(target.transport.max_operation_bytes)
-            self._submit(loss.part.ordinal, target, operations, timeout_s)
-        except BridgeError as error:
-            self.fail(error.code, str(error))
 
     def _plan(self, room: OpenedRoom, peer: ConnectedPeer) -> list[tuple[int, Target, Operations]]:
         """Plan for every rank before anything is submitted, so that bad tables move no byte."""
@@ -196,34 +170,21 @@ class Order:
                 planned.append((ordinal, target, part.operations))
         return planned
 
-    def begin_digests(self, geometry: ModelGeometry, room: OpenedRoom) -> None:
-        """Prepare the digests that the room asks for, now that its bytes are on their way."""
-        if self.error_code or self.peer is None or room.opening.digest is DigestKind.NONE:
-            return
-        section = self.request.section
+    def _submit(self, ordinal: int, target: Target, operations: Operations, timeout_s: float) -> None:
+        """Begin to send. A defect leaves unknown whether something was sent, so the transport then counts as not quiet."""
         try:
-            with self._contained("the digest"):
-                groups = sent_groups([target.pairing for target in self.peer.targets], section.layers)
-                self.digests = DigestWork(geometry, groups, section, room.source, room.destination)
-        except BridgeError as error:
-            self.fail(error.code, str(error))
-
-    def digest_some(self, clock: Clock) -> None:
-        """Compute one slice of the digests. A failure fails the order."""
-        if self.digests is None:
-            return
-        begun_s = clock()
-        try:
-            with self._contained("the digest"):
-                if self.digests.step():
-                    self.digest_parts, self.digests = tuple(self.digests.sums.parts()), None
-        except BridgeError as error:
-            self.fail(error.code, str(error))
-            return
-        self.seconds["digest"] = self.seconds.get("digest", 0.0) + clock() - begun_s
+            transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
+        except BridgeError:
+            raise
+        except Exception:
+            self.in_transit = True
+            self.not_quiet.add(target.transport)
+            with self._contained(f"{target.transport.name}: submitting"):
+                raise
+        self.parts.append(Part(ordinal, target, operations, transfer))
 
     def poll(self) -> None:
-        """Push the transfers forward, and put the unconfirmed operations of those that have failed into `losses`."""
+        """Push the transfers forward, and note how those that have failed did so."""
         for part in self.parts:
             if part.ended:
                 continue
@@ -231,24 +192,47 @@ class Order:
             try:
                 with self._contained(f"{transport.name}: a transfer"):
                     status = part.transfer.poll()
-            except (
-                BridgeError
-            ) as error:  # a transfer that cannot be asked may do anything until its transport is closed
+            except BridgeError as error:
+                # A transfer that cannot be asked may do anything until its transport is closed.
                 status = TransferStatus(TransferState.FAILED_NOT_QUIET, str(error), in_transit=True)
             part.ended = status.state.terminal
             if not part.ended or status.state is TransferState.DONE:
                 continue
-            not_quiet = status.state is TransferState.FAILED_NOT_QUIET
-            in_transit = status.in_transit or not_quiet
-            self.in_transit = self.in_transit or in_transit
-            if not_quiet:
+            if status.state is TransferState.FAILED_NOT_QUIET:
                 self.not_quiet.add(transport)
-            self.losses.append(Loss(part, part.operations.taken(status.unconfirmed), in_transit, status.error))
+                status = replace(status, in_transit=True)
+            self.in_transit = self.in_transit or status.in_transit
+            part.failure = status
 
-    def fail_by(self, loss: Loss) -> None:
+    def send_again(self, part: Part, failure: TransferStatus, target: Target, *, timeout_s: float) -> None:
+        """Send unconfirmed operations by another path: the same bytes into the same pages, which stay leased until the end."""
+        part.failure = None
+        self.lost.append(f"{part.target.transport.name}: {failure.error}")
+        with self.guarded(f"{target.transport.name}: sending again"):
+            operations = part.operations.taken(failure.unconfirmed).cut(target.transport.max_operation_bytes)
+            self._submit(part.ordinal, target, operations, timeout_s)
+
+    def fail_by(self, part: Part, failure: TransferStatus) -> None:
         """Fail because no path is left for unconfirmed operations."""
         before = "".join(f"; before that, {error}" for error in reversed(self.lost))
-        self.fail(TransportError.code, f"{loss.part.target.transport.name}: {loss.error}{before}")
+        self.fail(TransportError.code, f"{part.target.transport.name}: {failure.error}{before}")
+
+    def begin_digests(self, geometry: ModelGeometry, room: OpenedRoom) -> None:
+        """Prepare the digests that the room asks for, now that its bytes are on their way."""
+        if self.error_code or self.peer is None or room.opening.digest is DigestKind.NONE:
+            return
+        section = self.request.section
+        with self.guarded("the digest"):
+            groups = sent_groups([target.pairing for target in self.peer.targets], section.layers)
+            self.digests = DigestWork(geometry, groups, section, room.source, room.destination)
+
+    def digest_some(self, work: DigestWork, clock: Clock) -> None:
+        """Compute one slice of the digests. A failure fails the order."""
+        begun_s = clock()
+        with self.guarded("the digest"):
+            if work.step():
+                self.digest_parts, self.digests = tuple(work.sums.parts()), None
+        self.seconds["digest"] = self.seconds.get("digest", 0.0) + clock() - begun_s
 
     def uses(self, used: Transport | Target | ConnectedPeer) -> bool:
         """Whether a transport or a path still works on it, or a peer may. A transfer that would not become quiet does not count."""
@@ -292,15 +276,9 @@ class OrderBook:
         self._active: dict[Order, None] = {}
         self._active_to: Counter[str] = Counter()
         self._of_room: dict[RoomKey, dict[Order, None]] = {}
-        self._count = 0
 
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def waiting(self) -> int:
-        """Count the orders that wait."""
-        return len(self) - len(self._active)
+    def __bool__(self) -> bool:
+        return bool(self._active or self._waiting)
 
     @property
     def active(self) -> Collection[Order]:
@@ -317,12 +295,11 @@ class OrderBook:
 
     def add(self, order: Order) -> None:
         """Let an order wait for its peer."""
-        self._count += 1
         self._of_room.setdefault(order.key, {})[order] = None
         self._waiting.setdefault(order.to, {})[order] = None
 
     def fail(self, order: Order, code: str, reason: str) -> None:
-        """Fail an order. A waiting order becomes active at once: it has nothing in flight, so it ends with the next step."""
+        """Fail an order. A waiting order becomes active at once and ends with the next step, since it has nothing in flight."""
         order.fail(code, reason)
         if order not in self._active:
             self._begin(order)
@@ -351,7 +328,6 @@ class OrderBook:
 
     def end(self, order: Order) -> None:
         """Forget an active order."""
-        self._count -= 1
         del self._active[order]
         self._active_to[order.to] -= 1
         if not self._active_to[order.to]:

@@ -1,25 +1,29 @@
 """The nodes that one rank writes to: which of their ranks it reaches, and by which paths.
 
-A path to a rank is a transport that both sides have. The first one in our order that works is used, and a peer counts as connected
-as soon as each of its ranks has a path. Further paths are connected afterwards, beside everything else. A lost path is tried again
-every `RETRY_S` and used as soon as it connects, so a flapping path delays one room every `RETRY_S` seconds, not every room.
+A path is a connection to one rank of a peer by a transport that both sides have. The first transport in our order that works is
+used, and a peer counts as connected as soon as each of its ranks has a path. Further paths are connected afterwards. A lost path is
+tried again every `RETRY_S` and used as soon as it connects, so a flapping path delays one room every `RETRY_S` seconds, not every
+room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import structlog
 
-from kvbridge.core.errors import BridgeError, PeerError
+from kvbridge.core.errors import BridgeError, PeerError, TransportError
+from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import page_operations
 from kvbridge.core.process import Clock, monotonic
-from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.core.wire.codec import unpack_rank
+from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.core.wire.worker_messages import PathsChanged, PeerConnected
-from kvbridge.transport.base import Transport
-from kvbridge.worker.paths import Paths, Steps, Target, next_step
-from kvbridge.worker.rank import NodeLink, RankIdentity, contained
+from kvbridge.transport.base import Endpoint, Peer, Transport
+from kvbridge.worker.rank import NodeLink, RankIdentity, answered, contained, logged
 from kvbridge.worker.transports import RankTransports
 
 log = structlog.get_logger(__name__)
@@ -29,6 +33,35 @@ RANKS_AT_ONCE = 8
 STANDBY_AT_ONCE = 4
 """Further paths that are being connected, over all peers: nobody waits for them."""
 RETRY_S = 10.0
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work in short steps: it yields wherever it has to wait, and returns its result. Nothing is done before the first step."""
+
+
+def next_step(steps: Steps[T]) -> T | None:
+    """Do the next step. Returns the result once there is one, and raises what made it impossible; each only once."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    return None
+
+
+@dataclass(eq=False)
+class Target:
+    """One path to one rank of a peer."""
+
+    pairing: Pairing
+    transport: Transport
+    peer: Peer
+    endpoint: TransportEndpoint
+    manifest: RankManifest
+    lost: bool = False
+    """Whether a transfer by it has failed: it is used only as long as there is no other."""
+    told: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """Rooms that left this path as the node knows, by room and generation: whether something was in transit."""
 
 
 @dataclass(eq=False)
@@ -46,19 +79,24 @@ class ConnectedPeer:
     The time is 0 for a path that was never there: it is tried once. A lost path is tried until it connects.
     """
 
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """The paths that are used, one to each rank, in the order of `ranks`."""
-        return tuple(self.target(ordinal) for ordinal in sorted(self.paths))
-
     def target(self, ordinal: int) -> Target:
         """Return the path to one rank that is used."""
         paths = self.paths[ordinal]
         return next((target for target in paths if not target.lost), paths[0])
 
     @property
+    def targets(self) -> tuple[Target, ...]:
+        """The paths that are used, one to each rank, in the order of `ranks`."""
+        return tuple(self.target(ordinal) for ordinal in sorted(self.paths))
+
+    @property
+    def all_paths(self) -> list[Target]:
+        """Every path to every rank."""
+        return [target for paths in self.paths.values() for target in paths]
+
+    @property
     def transports(self) -> tuple[str, ...]:
-        """The transport by which each of its ranks is reached."""
+        """The transport by which each rank is reached."""
         return tuple(target.transport.name for target in self.targets)
 
     @property
@@ -70,11 +108,6 @@ class ConnectedPeer:
         ]
         return tuple(sorted(set.intersection(*others))) if others else ()
 
-    def all_paths(self) -> Iterator[Target]:
-        """Every path to every rank."""
-        for paths in self.paths.values():
-            yield from paths
-
 
 @dataclass(frozen=True)
 class _Attempt:
@@ -83,18 +116,9 @@ class _Attempt:
     peer: ConnectedPeer
     pending: dict[int, Steps[list[Target]]]
     ordered: bool
-    """Whether the node asked for it, and so waits for an answer; else it replaces paths through an agent that was replaced."""
+    """Whether the node waits for an answer; else the attempt replaces paths through an agent that was replaced."""
     former: ConnectedPeer | None
     """The peer as it was before, whose paths may be kept."""
-
-    def poll(self) -> bool:
-        """Push the next connections forward; whether all of them are made. Raises what made one impossible."""
-        for ordinal, pending in list(self.pending.items())[:RANKS_AT_ONCE]:
-            paths = next_step(pending)
-            if paths is not None:
-                self.peer.paths[ordinal] = paths
-                del self.pending[ordinal]
-        return not self.pending
 
 
 class RankPeers:
@@ -107,14 +131,13 @@ class RankPeers:
         self._transports = transports
         self._link = link
         self._clock = clock
-        self._paths = Paths(identity, transports)
         self._peers: dict[str, ConnectedPeer] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._standby: dict[tuple[ConnectedPeer, int, str], Steps[Target]] = {}
         self._retired: list[ConnectedPeer] = []
-        """Not used for anything new, and let go of once nothing is in flight to them."""
+        """Peers that get no new orders; each is let go of once nothing is in flight to it."""
         self._dropped: list[Target] = []
-        """Lost paths, likewise."""
+        """Paths that get no new transfers, likewise."""
 
     @property
     def busy(self) -> bool:
@@ -160,7 +183,7 @@ class RankPeers:
             if former is not None and current and former.ranks[ordinal] == ranks[ordinal]:
                 peer.paths[ordinal] = current
             else:
-                pending[ordinal] = self._paths.reach(name, ranks, ordinal, current)
+                pending[ordinal] = self._reach(name, ranks, ordinal, current)
         self._attempts[name] = _Attempt(peer, pending, ordered, former)
 
     def cancel(self, name: str) -> bool:
@@ -169,8 +192,8 @@ class RankPeers:
         if attempt is None:
             return False
         for pending in attempt.pending.values():
-            self._paths.give_up(name, pending)
-        self._let_go(attempt.peer)
+            self._give_up(name, pending)
+        self._drop(attempt.peer.all_paths)
         return attempt.ordered
 
     def retire(self, name: str) -> None:
@@ -181,14 +204,19 @@ class RankPeers:
             self._end_standby(lambda of, _: of is peer)
 
     def tend(self, in_use: Callable[[ConnectedPeer | Target], bool]) -> None:
-        """Let go of retired peers and lost paths that are not in use, push attempts forward, and answer those that have ended.
+        """Let go of retired peers and dropped paths that are not in use, push attempts forward, and answer those that have ended.
 
         An attempt that meets a defect fails like any other.
         """
+        self._let_go(in_use)
         for name, attempt in list(self._attempts.items()):
             try:
                 with contained("connecting the peer", rank=str(self._identity.rank), peer=name):
-                    if not attempt.poll():
+                    for ordinal, pending in list(attempt.pending.items())[:RANKS_AT_ONCE]:
+                        if (paths := next_step(pending)) is not None:
+                            attempt.peer.paths[ordinal] = paths
+                            del attempt.pending[ordinal]
+                    if attempt.pending:
                         continue
                     if attempt.ordered:
                         self._compare_layouts(attempt.peer)
@@ -200,7 +228,6 @@ class RankPeers:
                 self._peers[name] = attempt.peer
                 self._want_standby(attempt.peer)
                 self._answer(name, attempt.peer)
-        self._let_go_of_unused(in_use)
         self._tend_standby()
 
     def replaced(self, transport: Transport) -> None:
@@ -209,12 +236,12 @@ class RankPeers:
         for name, attempt in list(self._attempts.items()):
             self._begin(name, attempt.peer.ranks, ordered=attempt.ordered)
         for peer in list(self._peers.values()):
-            if any(target.transport is transport for target in peer.all_paths()):
+            if any(target.transport is transport for target in peer.all_paths):
                 self._begin(peer.name, peer.ranks, ordered=False)
 
     def lose(self, transport: Transport) -> None:
-        """Forget the paths of retired peers that went through an agent that has been closed."""
-        self._dropped[:] = [target for target in self._dropped if target.transport is not transport]
+        """Forget the paths of retired peers through an agent that is about to be closed."""
+        self._dropped = [target for target in self._dropped if target.transport is not transport]
         for peer in self._retired:
             left = {
                 ordinal: [target for target in paths if target.transport is not transport]
@@ -231,19 +258,98 @@ class RankPeers:
     # ------------------------------------------------------------------ for the node
 
     def _answer(self, name: str, found: ConnectedPeer | BridgeError) -> None:
-        if isinstance(found, ConnectedPeer):
-            answer = PeerConnected(rank=self._identity.rank, peer=name, transports=found.transports)
-        else:
-            code, reason = found.code, str(found)[:REASON_CHARS]
-            answer = PeerConnected(rank=self._identity.rank, peer=name, error_code=code, error=reason)
-        self._link.send(answer)
+        connected = isinstance(found, ConnectedPeer)
+        facts = {"transports": found.transports} if connected else answered(found)
+        self._link.send(PeerConnected(rank=self._identity.rank, peer=name, **facts))
 
     def tell_paths(self, peer: ConnectedPeer, **lost: str) -> None:
         """Tell the node by which transports a peer is reached now, and which one is lost, if any."""
-        transports, standby = peer.transports, peer.standby
-        self._link.send(
-            PathsChanged(rank=self._identity.rank, peer=peer.name, transports=transports, standby=standby, **lost)
+        facts = {"transports": peer.transports, "standby": peer.standby, **lost}
+        self._link.send(PathsChanged(rank=self._identity.rank, peer=peer.name, **facts))
+
+    def _compare_layouts(self, peer: ConnectedPeer) -> None:
+        """Log once what different layouts of the two sides' pools cost."""
+        counts = [page_operations(target.pairing.groups) for target in peer.targets]
+        here, alike = max(counts, key=lambda count: count[0] - count[1], default=(0, 0))
+        if here > alike:
+            log.warning(
+                "layouts_differ",
+                rank=str(self._identity.rank),
+                peer=peer.name,
+                page_operations=here,
+                page_operations_alike=alike,
+                reason=f"the two sides lay out their pools differently, so each page takes {here} operations where {alike} would "
+                "do; give both sides the same `pools.device_layout`, and decode's `pools.host.layout` with it",
+            )
+
+    # ------------------------------------------------------------------ how a path is made
+
+    def _reach(self, name: str, ranks: Sequence[bytes], ordinal: int, known: Sequence[Target]) -> Steps[list[Target]]:
+        """Keep the known paths to a rank that have not changed, or connect it by the first common transport that works.
+
+        Raises TransportError when there is none, and what `Pairing.create` raises.
+        """
+        description = unpack_rank(ranks[ordinal])
+        form, offered = description.manifest, {endpoint.transport: endpoint for endpoint in description.endpoints}
+        kept = [
+            target
+            for target in known
+            if target.endpoint == offered.get(target.transport.name) and target.manifest == form
+        ]
+        if kept:
+            return kept
+        pairing = Pairing.create(
+            self._identity.geometry,
+            self._identity.manifest,
+            form,
+            destination_ordinal=ordinal,
+            destination_count=len(ranks),
         )
+        failures = []
+        for transport in self._identity.transports:
+            if transport not in offered:
+                failures.append(f"{transport}: the peer does not offer it")
+                continue
+            try:
+                connected = yield from self._connected(name, offered[transport])
+            except BridgeError as error:
+                failures.append(f"{transport}: {error}")
+                continue
+            return [Target(pairing, self._transports[transport], connected, offered[transport], form)]
+        raise TransportError(
+            f"rank {self._identity.rank} found no transport to rank {form.rank} of the peer ({'; '.join(failures)}); give both "
+            "sides a common one in `transports.order`"
+        )
+
+    def _stand_by(self, name: str, rank: bytes, transport: str, first: Target) -> Steps[Target]:
+        """Connect a rank by a second transport, once no dropped path uses its endpoint. `first` reaches the rank already."""
+        endpoint = next((each for each in unpack_rank(rank).endpoints if each.transport == transport), None)
+        if endpoint is None:
+            raise TransportError("the peer does not offer it")
+        agent = self._transports[transport]
+        while any(target.endpoint == endpoint and target.transport is agent for target in self._dropped):
+            yield
+        connected = yield from self._connected(name, endpoint)
+        return Target(first.pairing, agent, connected, endpoint, first.manifest)
+
+    def _connected(self, name: str, endpoint: TransportEndpoint) -> Steps[Peer]:
+        """Connect by one transport. A transport that meets a defect does not connect: there may be others."""
+        transport = self._transports[endpoint.transport]
+        with contained("connecting", rank=str(self._identity.rank), peer=name, transport=transport.name):
+            connection = transport.connect(Endpoint(transport=endpoint.transport, data=endpoint.data))
+            try:
+                while (found := connection.poll()) is None:
+                    yield
+            except GeneratorExit:
+                connection.cancel()
+                raise
+            return found
+
+    def _give_up(self, name: str, steps: Steps[Any]) -> None:
+        """Cancel an attempt to connect. An attempt that cannot be cancelled ends by its own deadline."""
+        work = "giving up an attempt to connect"
+        with logged("attempt_not_given_up", work, rank=str(self._identity.rank), peer=name):
+            steps.close()
 
     # ------------------------------------------------------------------ paths that are lost, and others
 
@@ -273,8 +379,7 @@ class RankPeers:
             return
         for target in [target for target in paths if target.lost]:
             paths.remove(target)
-            if target not in self._dropped:
-                self._dropped.append(target)
+            self._drop([target])
             peer.wanted[ordinal, target.transport.name] = self._clock() + RETRY_S
 
     def _want_standby(self, peer: ConnectedPeer) -> None:
@@ -291,12 +396,9 @@ class RankPeers:
         now_s = self._clock()
         for peer in self._peers.values():
             for (ordinal, name), due_s in peer.wanted.items():
-                if len(self._standby) >= STANDBY_AT_ONCE:
-                    break
-                if due_s <= now_s and (peer, ordinal, name) not in self._standby:
-                    rank, first = peer.ranks[ordinal], peer.target(ordinal)
-                    steps = self._paths.stand_by(peer.name, rank, name, first, self._dropped)
-                    self._standby[peer, ordinal, name] = steps
+                key = peer, ordinal, name
+                if len(self._standby) < STANDBY_AT_ONCE and due_s <= now_s and key not in self._standby:
+                    self._standby[key] = self._stand_by(peer.name, peer.ranks[ordinal], name, peer.target(ordinal))
         for (peer, ordinal, name), pending in list(self._standby.items()):
             names = {"rank": str(self._identity.rank), "peer": peer.name, "transport": name}
             try:
@@ -320,46 +422,26 @@ class RankPeers:
 
     def _end_standby(self, concerns: Callable[[ConnectedPeer, str], bool]) -> None:
         """Give up connecting some further paths; peers that are still used want them as before."""
-        for key, pending in list(self._standby.items()):
-            if concerns(key[0], key[2]):
-                self._paths.give_up(key[0].name, pending)
-                del self._standby[key]
+        for peer, ordinal, name in [key for key in self._standby if concerns(key[0], key[2])]:
+            self._give_up(peer.name, self._standby.pop((peer, ordinal, name)))
 
     # ------------------------------------------------------------------ what is let go of
 
-    def _held(self) -> set[int]:
-        peers = (*self._peers.values(), *self._retired, *(attempt.peer for attempt in self._attempts.values()))
-        return {id(target) for peer in peers for target in peer.all_paths()}
+    def _drop(self, paths: Iterable[Target]) -> None:
+        self._dropped += [target for target in paths if target not in self._dropped]
 
-    def _let_go_of_unused(self, in_use: Callable[[ConnectedPeer | Target], bool]) -> None:
-        formers = [attempt.former for attempt in self._attempts.values()]
+    def _let_go(self, in_use: Callable[[ConnectedPeer | Target], bool]) -> None:
+        """Disconnect what is not in use and not shared with a peer that stays."""
+        attempts = self._attempts.values()
+        formers = [attempt.former for attempt in attempts]
         for peer in [peer for peer in self._retired if peer not in formers and not in_use(peer)]:
             self._retired.remove(peer)
-            self._let_go(peer)
+            self._drop(peer.all_paths)
+        peers = (*self._peers.values(), *self._retired, *(attempt.peer for attempt in attempts))
+        held = {id(target) for peer in peers for target in peer.all_paths} if self._dropped else ()
         for target in [target for target in self._dropped if not in_use(target)]:
             self._dropped.remove(target)
-            if id(target) not in self._held():
-                self._paths.disconnect(target)
-
-    def _let_go(self, peer: ConnectedPeer) -> None:
-        """Disconnect every rank of a peer, except what others share with it. Nothing is in flight to it."""
-        shared = self._held() | {id(target) for target in self._dropped}
-        for target in peer.all_paths():
-            if id(target) not in shared:
-                self._paths.disconnect(target)
-        peer.paths.clear()
-
-    def _compare_layouts(self, peer: ConnectedPeer) -> None:
-        """Log once what different layouts of the two sides' pools cost."""
-        counts = [page_operations(target.pairing.groups) for target in peer.targets]
-        here, alike = max(counts, key=lambda count: count[0] - count[1], default=(0, 0))
-        if here > alike:
-            log.warning(
-                "layouts_differ",
-                rank=str(self._identity.rank),
-                peer=peer.name,
-                page_operations=here,
-                page_operations_alike=alike,
-                reason=f"pools lie differently here and there, so each page takes {here} operations where {alike} would do; give "
-                "both sides the same `pools.device_layout`, and decode's `pools.host.layout` with it",
-            )
+            if id(target) not in held:
+                names = {"rank": str(self._identity.rank), "transport": target.transport.name}
+                with logged("peer_not_forgotten", "disconnecting a peer", **names):
+                    target.transport.disconnect(target.peer)

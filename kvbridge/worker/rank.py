@@ -1,4 +1,4 @@
-"""The common ground of a rank worker's parts: its identity and limits, its link to the node, containing defects, its pauses."""
+"""Common to a rank worker's parts: the rank's identity, its link to the node, what contains defects, the pauses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -17,7 +18,7 @@ from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import Rank
 from kvbridge.core.process import Clock
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
-from kvbridge.core.wire.messages import SharedRegion
+from kvbridge.core.wire.messages import REASON_CHARS, SharedRegion
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 from kvbridge.pool.memory.layout import Extent
 
@@ -47,15 +48,15 @@ class RankIdentity:
     made: tuple[SharedRegion, ...] = ()
     """Device memory that this worker has made, as engines open it."""
     twins: tuple[Region, ...] = ()
-    """The node's host copies of device pages, in no manifest and registered with no transport."""
+    """The node's host copies of device pages; in no manifest, and registered with no transport."""
     stage_tp_ranks: tuple[int, ...] = ()
-    """The tensor-parallel indices of this stage's ranks on this node, which share the host copies."""
+    """Tensor-parallel indices of the ranks of this stage on this node, which share the host copies."""
     copy_backend: str = "kernel"
     """`tier.host.backend`."""
 
     @property
     def rank(self) -> Rank:
-        """The worker's place in its instance."""
+        """The rank's place in its instance."""
         return self.manifest.rank
 
 
@@ -71,10 +72,7 @@ class WorkerLimits:
 
 @contextmanager
 def contained(work: str, **names: object) -> Iterator[None]:
-    """Let BridgeErrors pass; log any other exception with its traceback, and raise a BridgeError in its place.
-
-    `work` names the work in the message; `names` are fields of the log line.
-    """
+    """Let BridgeErrors pass; log any other exception with its traceback and `names`, and raise a BridgeError in its place."""
     try:
         yield
     except BridgeError:
@@ -82,6 +80,21 @@ def contained(work: str, **names: object) -> Iterator[None]:
     except Exception as error:
         log.exception("work_failed", work=work, **names)
         raise BridgeError(f"{work} failed with {type(error).__name__}: {error}; please report it") from error
+
+
+@contextmanager
+def logged(event: str, work: str, **names: object) -> Iterator[None]:
+    """Log any error of work whose failure concerns nobody else, and go on."""
+    try:
+        with contained(work, **names):
+            yield
+    except BridgeError as error:
+        log.error(event, **names, code=error.code, reason=str(error))
+
+
+def answered(error: BridgeError | None) -> dict[str, Any]:
+    """Return the fields of an answer to the node that say how work has failed; none when it has not."""
+    return {} if error is None else {"error_code": error.code, "error": (str(error) or repr(error))[:REASON_CHARS]}
 
 
 BUSY_PAUSE_S = 0.0001

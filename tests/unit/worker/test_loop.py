@@ -161,6 +161,7 @@ def test_a_peer_that_cannot_be_reached_is_reported_and_keeps_nothing():
     assert connected.error_code == "transport_failed"
     assert "elsewhere" not in connected.error
     assert "one: the peer does not offer it" in connected.error
+    bench.say()
     assert bench.transport().peers == []
 
 
@@ -227,6 +228,7 @@ def test_one_rank_that_cannot_be_reached_ends_the_attempt_for_all():
     bench.connect(ranks=(*node_ranks("one"), *node_ranks("one", data=b"silent"), *node_ranks("two", data=b"gone")))
     [connected] = bench.link.take(PeerConnected)
     assert "no route" in connected.error
+    bench.say()
     assert (bench.transport().peers, bench.transport().given_up) == ([], [b"silent0"])
 
 
@@ -245,6 +247,7 @@ def test_a_defect_while_a_peer_is_connected_ends_that_attempt_alone(monkeypatch,
     assert (connected.peer, connected.error_code) == (OTHER, "transport_failed" if where == "transport" else "internal")
     assert "please report it" in connected.error
     assert [line["peer"] for line in lines if line["event"] == "work_failed" and line["exc_info"]] == [OTHER]
+    bench.say()
     assert [peer.data for peer in bench.transport().peers] == [b"peer0"]
     bench.end(DONE)
     assert bench.sent()[0].error_code == ""
