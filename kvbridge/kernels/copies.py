@@ -46,9 +46,10 @@ class StretchCopier(Closing):
             self._staging = StagingPool(device)
 
     def submit(self, operations: Operations, *, stream: int = 0) -> None:
-        """Have all bytes copied, in stream order; the arrays may be dropped at once. The stream is not being captured into a graph.
+        """Have all bytes copied, in stream order. The arrays may be dropped at once.
 
-        Addresses are those of this process, and stay valid until the copies are done: this is not checked.
+        Nobody checks that the addresses, those of this process, stay valid until the copies are done, and that the stream is not
+        being captured into a graph.
         """
         if self._staging is None:
             copy_operations(operations.source, operations.destination, operations.length)
@@ -102,9 +103,8 @@ _memmove.restype = None
 def copy_operations(source_addresses: AddressArray, destination_addresses: AddressArray, lengths: AddressArray) -> None:
     """Copy `lengths[i]` bytes from `source_addresses[i]` to `destination_addresses[i]`, for every i.
 
-    Three one-dimensional uint64 arrays of equal length: virtual addresses of this process, mapped for as long as
-    the call lasts, and bytes. No destination overlaps a source or another destination. Blocks until every byte is
-    copied.
+    Three one-dimensional uint64 arrays of equal length: virtual addresses of this process, mapped for as long as the call lasts,
+    and bytes. No destination overlaps a source or another destination. Blocks until every byte is copied.
     """
     if not len(lengths):
         return
@@ -142,8 +142,8 @@ def _copy_equal(source: AddressArray, destination: AddressArray, length: int) ->
 def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], npt.NDArray[np.intp]]:
     """Return memory as an array in which item i is the `length` bytes from byte i on, and each address's index in it.
 
-    Byte 0 is at the lowest address. Items overlap, and most of them may not be mapped; only those at the given
-    addresses are ever read or written.
+    Byte 0 is at the lowest address. Items overlap, and most of them may not be mapped; only those at the given addresses are ever
+    read or written.
     """
     lowest = addresses.min()
     offsets = (addresses - lowest).astype(np.intp)

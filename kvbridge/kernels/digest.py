@@ -1,7 +1,7 @@
 """Checksums of stretches of memory, computed where the bytes lie.
 
-On the CPU the work is done by the `crc32c` library, whose loop uses the processor's own instruction and lets go of the
-interpreter lock for long stretches; a call costs about 0.1 us. Device memory is read by a kernel.
+On the CPU the work is done by the `crc32c` library, whose loop uses the processor's own instruction and lets go of the interpreter
+lock for long stretches; a call costs about 0.1 us. Device memory is read by a kernel.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def raw_checksums(
 ) -> npt.NDArray[np.uint32]:
     """Return the raw CRC-32C (register 0 at the start, no inversion) of `lengths[i]` bytes from `addresses[i]`, for every i.
 
-    Arrays of equal length; addresses of this process, mapped and not written while the call lasts; lengths of at least 1.
-    `device`: CUDA ordinal of VRAM, where every write of the bytes is done, not only submitted. Waits for the result. Raises
-    UnsupportedError for memory that cannot be read here, TransportError when the device fails.
+    Arrays of equal length; addresses of this process, mapped and not written while the call lasts; lengths of at least 1. `device`:
+    CUDA ordinal of VRAM, where every write of the bytes is done, not only submitted. Waits for the result. Raises UnsupportedError
+    for memory that cannot be read here, TransportError when the device fails.
     """
     if memory is MemoryKind.VRAM:
         return _of_device(device).checksums(addresses, lengths)

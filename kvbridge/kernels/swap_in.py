@@ -10,13 +10,13 @@ A step does exactly this for one request:
    these slots are *used*.
 2. The other rows are *missing*, each once. They are numbered by (rank of their page, row in the page), where the rank orders a
    request's pages by their host page ids: so each step reads the host in the order of addresses.
-3. Missing row m takes the m-th slot of this order: oldest age first, then lowest slot; used slots never. The age of a slot is
-   the index of the first of its four bit planes that is set, or 4; plane 0 is the present generation. Empty slots have age 4.
+3. Missing row m takes the m-th slot of this order: oldest age first, then lowest slot; used slots never. The age of a slot is the
+   index of the first of its four bit planes that is set, or 4; plane 0 is the present generation. Empty slots have age 4.
 4. The rows are copied. The row that the slot held before is not resident any more.
 5. Used and loaded slots are set in plane 0. When two thirds of the hot slots are, the planes move up by one and plane 0 is empty.
 
-This is LRU in five classes of age. On recorded and made-up selections it costs at most 0.3 % of hits against LRU; with
-generations of a quarter of the slots it costs up to 10 %, with an eighth 22 %.
+This is LRU in five classes of age. On recorded and made-up selections it costs at most 0.3 % of hits against LRU; with generations
+of a quarter of the slots it costs up to 10 %, with an eighth 22 %.
 """
 
 from __future__ import annotations

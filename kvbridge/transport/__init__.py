@@ -9,7 +9,7 @@ from kvbridge.core.errors import UnsupportedError
 from kvbridge.transport.base import Transport
 
 PACKAGES = {TransportName.MOONCAKE: ("mooncake",), TransportName.NIXL: ("nixl_cu12", "nixl_cu13")}
-"""The packages of a transport's library: one of them has to be installed. `local` needs none."""
+"""Packages with a transport's library; one of them has to be installed. `local` needs none."""
 
 
 def is_installed(name: TransportName) -> bool:
@@ -18,7 +18,7 @@ def is_installed(name: TransportName) -> bool:
 
 
 def create_transport(name: str, settings: TransportSettings, *, epoch: int = 0) -> Transport:
-    """Build the transport `name` from its section of `settings`; its endpoints are of `epoch` (`Transport.revoked`).
+    """Build a transport whose endpoints are of `epoch` (`Transport.revoked`).
 
     Raises UnsupportedError for an unknown name, TransportError with cause and fix when the backend cannot run here.
     """

@@ -1,35 +1,37 @@
-"""The promise of every transport (`Transport`), and the common work of all backends (`Backend`).
+"""The promise of every transport (`Transport`), the common work of all backends (`Backend`), and their memory (`Extents`).
 
-The promise. Neither transfer library stops a transfer that it has reported as failed. A backend therefore says one of
-two things of a failure: `FAILED_QUIET` (no operation of this transfer reads its source any more, nor sends anything) or
-`FAILED_NOT_QUIET` (some still may). After the second the only cure is `close()` of the whole transport, and pages
-on both sides must not be used again before that. A transfer is never simply dropped: it is polled until it is terminal.
+Neither transfer library stops a transfer that it has reported as failed. A backend therefore says one of two things of a failure:
+`FAILED_QUIET` (no operation of this transfer reads its source any more, nor sends anything) or `FAILED_NOT_QUIET` (some still may).
+After the second the only cure is `close()` of the whole transport, and pages on both sides must not be used again before that. A
+transfer is never simply dropped: it is polled until it is terminal.
 
 Quiet is the writer's half. Bytes that were sent and never confirmed may lie in buffers on the way, the receiver's own kernel
-included, and arrive at any time (`TransferStatus.in_transit`). The receiver's half is to close the transport that they would
-arrive through: peers reach the next one by another endpoint, of a later *epoch*, and `revoked` says when no peer can use an
-earlier one any more.
+included, and arrive at any time (`TransferStatus.in_transit`). The receiver's half is to close the transport by which these bytes
+would arrive. Peers reach the next transport by another endpoint, of a later *epoch*. `revoked` says when no peer can use an earlier
+endpoint any more.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import structlog
 from pydantic import BaseModel, ValidationError
 
 from kvbridge.core.errors import ConfigError, InvalidInputError, RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.plan.operations import Operations
+from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.core.process import Clock
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.extents import Extents, Stretch
 from kvbridge.transport.threads import Call
 
 log = structlog.get_logger(__name__)
@@ -77,13 +79,13 @@ class Transfer(ABC):
     def poll(self) -> TransferStatus:
         """Push the transfer forward and say where it stands. Never blocks for longer than about a millisecond.
 
-        After the first failed operation nothing further is submitted, and the state stays ACTIVE until every operation
-        is terminal (FAILED_QUIET) or the quiet deadline has passed (FAILED_NOT_QUIET). Terminal states do not change.
+        After the first failed operation nothing further is submitted, and the state stays ACTIVE until every operation is terminal
+        (FAILED_QUIET) or the quiet deadline has passed (FAILED_NOT_QUIET). Terminal states do not change.
         """
 
     @abstractmethod
     def abort(self, reason: str) -> None:
-        """Submit nothing further; the transfer then ends as after a failure. Harmless on a terminal transfer."""
+        """Submit nothing further; the transfer ends as after a failure. Harmless on a terminal transfer."""
 
 
 class Peer:
@@ -97,10 +99,10 @@ class Peer:
 
 
 class Transport(ABC):
-    """One backend's agent in one process. Used by one thread, after and before others have made and closed it.
+    """One backend's agent in one process. One thread uses it; other threads may make and close it.
 
-    Errors: TransportError (and its RegistrationError) for what the library or the peer did, InvalidInputError for what
-    the caller did. A library's own exceptions never pass.
+    Errors: TransportError (and its RegistrationError) for what the library or the peer did, InvalidInputError for what the caller
+    did. A library's own exceptions never pass.
     """
 
     name: ClassVar[str]
@@ -112,7 +114,7 @@ class Transport(ABC):
 
     @property
     def operation_cost_bytes(self) -> int:
-        """Bytes that take as long as one more operation: up to so many dead bytes are sent along to save one."""
+        """Bytes that take as long as one more operation: up to so many dead bytes are sent to save an operation."""
         return 0
 
     @abstractmethod
@@ -121,15 +123,15 @@ class Transport(ABC):
 
     @abstractmethod
     def endpoint(self) -> Endpoint:
-        """How to reach this transport. Covers the memory registered so far, so ask again after `register`."""
+        """Return how peers reach this transport and the memory registered so far. Ask again after `register`."""
 
     @abstractmethod
     def connect(self, endpoint: Endpoint) -> Call[Peer]:
         """Get ready to write into the memory of the transport behind `endpoint`; bounded by the connect timeout.
 
-        This call, and polling the one that it returns, raise TransportError when the peer cannot be reached or is not on
-        the required host, InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile. Connecting again to a
-        newer incarnation of the same peer is a new connection; disconnect the old one first.
+        `connect` and the poll of its call raise TransportError when the peer cannot be reached or is not on the required host,
+        InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile. A newer incarnation of a peer is another
+        peer; disconnect the old one first.
         """
 
     @abstractmethod
@@ -138,28 +140,123 @@ class Transport(ABC):
 
     @abstractmethod
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """Start to write; `deadline_s` is seconds from now until the transfer counts as failed.
+        """Start to write; a transfer that takes longer than `deadline_s` fails.
 
-        Raises InvalidInputError, with nothing submitted, when a range is not within the memory that this process has registered, or
-        that the peer has announced. The arrays are not copied and must stay unchanged until the transfer is terminal.
+        Raises InvalidInputError, with nothing submitted, for a range outside of the memory that this process has registered or that
+        the peer has announced. The arrays are not copied and must stay unchanged until the transfer is terminal.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Tear the agent down. Afterwards nothing of it moves a byte, whatever state its transfers were in.
+        """Tear the agent down. Afterwards it moves no byte, whatever state its transfers were in.
 
-        Nor does anything arrive through it any more, except by peers that need no help of ours: see `revoked`.
+        Nothing arrives through it any more either, except from peers that need no help of this process: see `revoked`.
         """
 
     def revoked(self, before_epoch: int) -> bool:
-        """Whether no peer can write any more by means of an endpoint of an epoch earlier than `before_epoch`.
+        """Whether no peer can write any more by an endpoint of an epoch earlier than `before_epoch`.
 
-        The transports that gave out those endpoints have been closed, in this process or by the end of an earlier one.
-        A backend whose bytes arrive through its agent needs nothing else.
-        Device memory that peers may have open is not freed before this is true, unless by the end of its process.
+        The transports that gave out those endpoints have been closed, in this process or by the end of an earlier process. A
+        backend whose bytes arrive through its agent needs nothing else. Device memory that peers may have open is not freed before
+        this is true, unless by the end of its process.
         """
         del before_epoch
         return True
+
+
+class Stretch(NamedTuple):
+    """One registration: `length_bytes` at `address` in its owner's process."""
+
+    address: int
+    length_bytes: int
+    place: int = 0
+    """A number by which the backend knows the kind of memory, or the device."""
+    shift: int = 0
+    """The same memory is at `address + shift` in this process."""
+
+
+class Extents:
+    """Memory of one owner by the owner's addresses: stretches that do not overlap; never changed.
+
+    Ranges are checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a
+    connection for each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
+    stretches is refused even if they touch, since they are two registrations.
+    """
+
+    def __init__(self, whose: str, stretches: Iterable[Stretch | tuple[int, int]] = ()) -> None:
+        """`whose` names the owner in errors ("this process"). Raises InvalidInputError when two stretches overlap."""
+        self._whose = whose
+        self.stretches = tuple(sorted(Stretch(*each) for each in stretches))
+        """By ascending address."""
+        for left, right in itertools.pairwise(self.stretches):
+            if left.address + left.length_bytes > right.address:
+                raise InvalidInputError(
+                    f"memory of {whose}: {_range(*right[:2])} overlaps {_range(*left[:2])}, "
+                    "which is registered already or in the same call; register each byte once"
+                )
+        self._starts = np.array([each.address for each in self.stretches], dtype=np.uint64)
+        self._stops = np.array([each.address + each.length_bytes for each in self.stretches], dtype=np.uint64)
+        self._places = np.array([each.place for each in self.stretches], dtype=np.int64)
+        # A negative shift wraps, and the sum wraps back.
+        self._shifts = np.array([each.shift for each in self.stretches], dtype=np.int64).astype(np.uint64)
+        self.places = frozenset(self._places.tolist())
+        """Every place with some of the memory."""
+
+    def __len__(self) -> int:
+        return len(self.stretches)
+
+    def __repr__(self) -> str:
+        return f"<Extents of {self._whose}: {len(self)} of {sum(each.length_bytes for each in self.stretches)} bytes>"
+
+    def here(self, addresses: AddressArray) -> AddressArray:
+        """Return the addresses in this process of bytes that have been checked."""
+        if not len(addresses):
+            return addresses
+        alike = (self._shifts == self._shifts[0]).all()
+        return addresses + (self._shifts[0] if alike else self._shifts[self._find(addresses)])
+
+    def place(self, addresses: AddressArray) -> npt.NDArray[np.int64]:
+        """Return the place of each address; all of them have been checked."""
+        return self._places[self._find(addresses)]
+
+    def places_of(self, addresses: AddressArray) -> frozenset[int]:
+        """Return all places of some addresses that have been checked."""
+        if len(self.places) < 2 or not len(addresses):
+            return self.places
+        return frozenset(np.unique(self.place(addresses)).tolist())
+
+    def require(self, addresses: AddressArray, lengths: AddressArray) -> None:
+        """Raise InvalidInputError, naming the first offender, unless each range is not empty and within one stretch."""
+        if not len(addresses) or self._within_one(addresses, lengths):
+            return
+        inside = np.zeros(len(addresses), dtype=np.bool_)
+        if len(self):
+            found = self._find(addresses)
+            stops = self._stops[found]  # the last stretch's stop for an address before the first one; masked below
+            inside = (found >= 0) & (addresses < stops) & (lengths > 0) & (lengths <= stops - addresses)
+        if not inside.all():
+            first = int(inside.argmin())
+            raise InvalidInputError(
+                f"{int((~inside).sum())} of {len(addresses)} operations leave the registered memory of {self._whose}; "
+                f"the first is operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. "
+                "Nothing was submitted"
+            )
+
+    def _find(self, addresses: AddressArray) -> npt.NDArray[np.intp]:
+        return np.searchsorted(self._starts, addresses, side="right") - 1
+
+    def _within_one(self, addresses: AddressArray, lengths: AddressArray) -> bool:
+        """Return whether all ranges together lie in one stretch, which is the usual case and quicker to see."""
+        if not len(self) or not lengths.all():
+            return False
+        found = int(np.searchsorted(self._starts, addresses.min(), side="right")) - 1
+        if found < 0 or addresses.max() >= self._stops[found]:
+            return False
+        return bool((lengths <= self._stops[found] - addresses).all())
+
+
+def _range(address: int, length: int) -> str:
+    return f"{length} bytes at {address:#x}"
 
 
 class KnownPeer(Protocol):
@@ -223,7 +320,7 @@ class Backend(Transport, Generic[PeerT]):
         return 0
 
     def _take(self, known: PeerT) -> Peer:
-        """Return the handle of a peer that has been connected."""
+        """Return the handle of a peer that is now connected."""
         self._require_open()
         peer = Peer(known.label)
         self._peers[peer] = known
@@ -255,7 +352,7 @@ def labels(memory: Sequence[Extent]) -> str:
 
 
 def read_endpoint(endpoint: Endpoint, transport: str, content: type[ContentT]) -> ContentT:
-    """Return what a peer says of itself. Raises TransportError when it is not of `transport`, or unreadable."""
+    """Return a peer's description of itself. Raises TransportError when it is of another transport, or unreadable."""
     if endpoint.transport != transport:
         raise TransportError(f"an endpoint of transport '{endpoint.transport}' was given to {transport}")
     try:

@@ -1,8 +1,4 @@
-"""Threads of transports: calls that block, so that the caller's loop does not wait for them, and the pump of transfers.
-
-Nothing stops a thread from outside, so a call that never returns keeps its thread. At most `MOST_CALLS` run in a process at once;
-further calls wait for their turn, and fail when their turn does not come in time.
-"""
+"""Threads of transports: calls that block (`Call`), and a thread that pushes transfers (`Pump`)."""
 
 from __future__ import annotations
 
@@ -20,10 +16,11 @@ if TYPE_CHECKING:
     from kvbridge.transport.windowed import WindowedTransfer
 
 MOST_CALLS = 64
+"""Most calls that run in a process at once: nothing stops a thread from outside, so a call that never returns keeps its thread."""
 IDLE_WAIT_S = 1.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.0004
-"""Between two rounds of the pump in which nothing was started and nothing ended; doubled each time, so that the end of a page is
-seen at once and a long transfer is not asked after too often."""
+"""Between two rounds of the pump in which nothing was started and nothing ended. The pause is doubled each time, so that the end of
+a page is seen at once and a long transfer is not asked after too often."""
 
 T = TypeVar("T")
 
@@ -55,7 +52,7 @@ def apart(work: Callable[[], object], *, name: str) -> None:
 
 
 class Call(Generic[T]):
-    """One call, on a daemon thread as soon as a turn is free. Polled by one thread."""
+    """One call that blocks, on a daemon thread as soon as a turn is free. Polled by one thread."""
 
     def __init__(  # noqa: PLR0913 - each is something that calls differ in
         self,
@@ -68,10 +65,10 @@ class Call(Generic[T]):
         then: Callable[[Any], T] = lambda found: found,
         given_up: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """`name` says in messages what is done; `late` is the error of a call that has not ended after `timeout_s`.
+        """`name` names the work in messages; `late` is the error of a call that has not ended after `timeout_s`.
 
-        `then` makes what `poll` returns from what the function has returned, on the polling thread. `given_up` hears None when the
-        call is cancelled without a result, and a result that nobody gets, to undo it.
+        `poll` returns `then` of the function's result; `then` runs on the polling thread. `given_up` undoes a result that nobody
+        gets; it is called with None when the call is cancelled before there is a result.
         """
         self._function: Callable[[], Any] | None = function
         self._name = name
@@ -107,7 +104,7 @@ class Call(Generic[T]):
         return self._then(self._result.pop())
 
     def cancel(self) -> None:
-        """Wait for the call no more; a result that it has all the same is given to `given_up`."""
+        """Wait for the call no more. A result that it has all the same goes to `given_up`."""
         with self._lock:
             self._given_up = True
             found, self._result = self._result, []
@@ -155,7 +152,7 @@ class Call(Generic[T]):
 class Pump:
     """A thread that pushes transfers until each is terminal; they take turns. The thread starts with the first transfer.
 
-    A copy by the processor lets go of the interpreter lock, so the caller's loop goes on beside it, and its pauses cost no
+    A copy by the processor lets go of the interpreter lock, so the caller's loop goes on beside it, and the loop's pauses cost no
     bandwidth. Posting a MiB over TCP takes NIXL 0.3 ms on idle cores and several on busy ones, since the first bytes are sent right
     there. A loop that stops after a millisecond then posts one batch, pauses, finds it sent and never has a second one in flight:
     0.4 GB/s where 2 were possible. This thread refills until the window is full, and the caller may poll as seldom as it likes.
@@ -197,8 +194,8 @@ class Pump:
             if self._thread.is_alive():
                 raise TransportError(
                     f"the {self._name} transport's thread did not end within transports.{self._name}.close_timeout_s "
-                    f"({timeout_s:g} s); it may still write, so pages of its transfers must not be used again before this process "
-                    "has ended"
+                    f"({timeout_s:g} s); it may still write, so the pages of its transfers must not be used again before this "
+                    "process has ended"
                 )
         left, self._active = self._active, []
         return left
@@ -230,7 +227,7 @@ class Pump:
                 self._active[:] = [transfer for transfer in self._active if not transfer.state.terminal]
 
     def _fail_unless_closed(self) -> None:
-        """A defect has ended the thread: nobody pushes any more, so nothing is quiet. The interpreter prints the traceback."""
+        """After a defect nobody pushes any more, so nothing is quiet. The interpreter prints the traceback."""
         with self._changed:
             if self._closed:
                 return

@@ -1,12 +1,11 @@
 """Transfers with bounded submission over libraries that have no bounds of their own.
 
-A backend hands in a `Submitter`. Why a window: Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger
-batch in part; and neither library can take back what it was given, so everything in flight has to be waited out after a failure. A
-transfer that fails submits nothing further and waits until everything in flight is terminal (FAILED_QUIET) or until
-the quiet timeout has passed (FAILED_NOT_QUIET).
+Why a window: Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger batch in part; and neither library
+can take back what it was given, so everything in flight has to be waited out after a failure. A transfer that fails submits nothing
+further. It waits until everything in flight is terminal (FAILED_QUIET) or until the quiet timeout has passed (FAILED_NOT_QUIET).
 
-Work is done for a batch, never for an operation, and a poll asks after the oldest batch only, since batches end
-about in the order in which they were started: asking takes a lock of the library, and some ask its network.
+Work is done for a batch, never for an operation. A poll asks after the oldest batch only, because asking takes a lock of the
+library, and batches end about in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -39,16 +38,17 @@ class Progress(Enum):
     FAILED = "failed"
     """Terminal: the batch neither reads its source nor writes its destination any more."""
     STALLED = "stalled"
-    """Given up by the library but not terminal; the transfer fails, and the batch counts as in flight."""
+    """Given up by the library but not terminal: the transfer fails, and the batch counts as in flight."""
     LOST = "lost"
-    """The same, and the library will never say when it ends, so there is nothing to wait for."""
+    """Stalled, and the library will never say when the batch ends, so there is nothing to wait for."""
 
 
 class Check(NamedTuple):
-    """A batch's progress and, after a failure, why."""
+    """A batch's progress."""
 
     progress: Progress
     reason: str = ""
+    """Why it failed or stalled."""
 
 
 PENDING = Check(Progress.PENDING)
@@ -56,7 +56,7 @@ DONE = Check(Progress.DONE)
 
 
 class PartlyStartedError(TransportError):
-    """A batch was refused of which a part is under way, or may be. `handle` stands for the operations before `stop`."""
+    """A part of a refused batch is under way, or may be. `handle` stands for the operations before `stop`."""
 
     def __init__(self, reason: str, handle: Any, stop: int) -> None:  # noqa: ANN401 - a handle of the submitter's own
         super().__init__(reason)
@@ -69,17 +69,17 @@ class Submitter(ABC, Generic[HandleT]):
 
     @abstractmethod
     def start(self, first: int, stop: int) -> HandleT:
-        """Give the operations [first, stop) to the library; each call begins where the one before stopped.
+        """Give the operations [first, stop) to the library. Each call begins where the previous one stopped.
 
-        Raises TransportError when it took none of them, PartlyStartedError when it took some, or may have.
+        Raises TransportError when the library took none of them, PartlyStartedError when it took some, or may have.
         """
 
     @abstractmethod
     def check(self, handle: HandleT) -> Check:
-        """Ask after a batch: the oldest one that is pending, or one that is stalled. Not called after DONE, FAILED or LOST."""
+        """Ask after the oldest pending batch, or a stalled one. Not called after DONE, FAILED or LOST."""
 
     def waits_for(self) -> str:
-        """Name what has to be ready before anything is started; empty when all is. Raises TransportError when it never will be."""
+        """Name what is not ready yet, so that nothing can be started; else empty. Raises TransportError when it never will be."""
         return ""
 
     def end(self) -> None:
@@ -88,7 +88,7 @@ class Submitter(ABC, Generic[HandleT]):
 
 @dataclass(frozen=True, slots=True)
 class WindowLimits:
-    """How much may be in flight to one peer, how much of it in one batch, and how long becoming quiet may take. All positive."""
+    """Limits of what is in flight to one peer, and of one batch; the time in which a failed transfer becomes quiet."""
 
     operations: int
     bytes: int
@@ -97,7 +97,7 @@ class WindowLimits:
     batch_bytes: int = 1 << 62
     batches: int = 1 << 62
     first_operations: int = 1 << 62
-    """In a transfer's first batch: few, so that the copying begins at once."""
+    """Most in a transfer's first batch: few, so that the copying begins at once."""
 
 
 @dataclass(eq=False)
@@ -122,7 +122,7 @@ class Load:
 
 
 class Window(Load):
-    """Everything in flight to one peer, over all transfers to it. They share the window evenly, so that none starves."""
+    """Everything in flight to one peer. All transfers to the peer share the window evenly, so that none starves."""
 
     def __init__(self, limits: WindowLimits) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Window(Load):
         """Transfers that are not terminal."""
 
     def admits(self, operations: int, size_bytes: int, held: Load) -> bool:
-        """Whether a transfer that holds so much may start one more batch. An empty window admits any batch."""
+        """Whether a transfer that has `held` in flight may start one more batch. An empty window admits any batch."""
         if not self.batches:
             return True
         limits, sharers = self.limits, max(1, len(self.transfers))
@@ -158,10 +158,10 @@ class _Batch(NamedTuple, Generic[HandleT]):
 
 
 class WindowedTransfer(Transfer, Generic[HandleT]):
-    """A transfer that keeps to its peer's window; see `Transfer` for the promise.
+    """A transfer that keeps to its peer's window.
 
-    One thread pushes it: the one that polls it, or the pump that it was added to. The caller's thread writes the reason to stop,
-    the pushing thread everything else. Reason and status are single references, so no lock is needed.
+    One thread pushes it: the polling thread, or the pump's. The caller's thread writes the reason to stop, the pushing thread
+    everything else. Reason and status are single references, so no lock is needed.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         deadline_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        """`peer` names the other side in errors; `deadline_s` is seconds from now."""
+        """`peer` names the other side in errors; the transfer fails after `deadline_s`."""
         self.pumped = False
         """Whether a pump pushes the transfer, so that `poll` only looks."""
         self._count = len(operations)
@@ -190,9 +190,9 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._done = 0
         self._in_flight: deque[_Batch[HandleT]] = deque()
         self._stalled: list[_Batch[HandleT]] = []
-        """Batches that the library has given up, and that count as in flight."""
+        """Batches that the library has given up; they count as in flight."""
         self._lost: list[_Batch[HandleT]] = []
-        """Likewise; not to be asked after again."""
+        """Stalled batches that are not asked after again."""
         self._held = Load()
         self._stop: tuple[str, float] | None = None
         """Why and when the caller has aborted the transfer."""
@@ -226,7 +226,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._stop = self._stop or (reason, self._clock())
 
     def push(self) -> bool:
-        """Collect what has ended, and start what the window admits. Returns whether anything was started or has ended."""
+        """Collect ended batches, and start those that the window admits. Returns whether any was started or has ended."""
         submitter, before = self._submitter, (self._next, self._held.operations)
         if submitter is None:
             return False
@@ -240,7 +240,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         return self._submitter is None or before != (self._next, self._held.operations)
 
     def cut_off(self, reason: str, *, quiet: bool = True) -> None:
-        """End now, because the carrier of the operations has ended. Terminal states stay."""
+        """End now, because the transport has ended. Terminal states stay."""
         if not self.state.terminal:
             state = TransferState.FAILED_QUIET if quiet else TransferState.FAILED_NOT_QUIET
             self._end(state, self._error or self._told(reason))
@@ -267,7 +267,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 self._stalled.append(batch)
 
     def _has_stalled(self, batch: _Batch[HandleT], found: Check) -> bool:
-        """Note what became of a batch. Returns whether it is in flight and has to be asked after again."""
+        """Note the progress of a batch. Returns whether it is in flight and has to be asked after again."""
         progress, reason = found
         if progress is Progress.DONE:
             self._done += batch.operations
@@ -315,7 +315,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             load.take(count, size_bytes)
 
     def _next_batch(self) -> tuple[int, int]:
-        """Where the next batch ends, and its bytes; at least one operation, then as many as the batch limits allow."""
+        """Return where the next batch ends, and its bytes: one operation, and more as the batch limits allow."""
         limits, ends, first, before = self._window.limits, self._ends_bytes, self._next, self._started_bytes
         most = limits.batch_operations if first else min(limits.batch_operations, limits.first_operations)
         stop = min(first + most, self._count)

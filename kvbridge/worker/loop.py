@@ -1,10 +1,10 @@
 """One rank at work: the loop that executes the node's orders with the rank's transport agents.
 
 When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`). Once the successor is there, new
-transfers go through the successor, and the old transport is closed when its other transfers have ended. Only then is a room of
-that transport closed, and only then does an order end that went on by another path. A failure of one order or one peer ends that
-order or peer (`contained` in `worker/rank.py`). The end of the node ends the worker, and so does a transport that does not close;
-the worker tears its agents down first.
+transfers go through the successor, and the old transport is closed when its other transfers have ended. Only then is a room of that
+transport closed, and only then does an order end that went on by another path. A failure of one order or one peer ends that order
+or peer (`contained` in `worker/rank.py`). The end of the node ends the worker, and so does a transport that does not close; the
+worker tears its agents down first.
 
 A transfer that ends badly counts as a lost path, because no library tells a refused operation from a dead link. The bytes that the
 path has not confirmed are sent again over another one. The first copy of these bytes may still be on its way: the source is as it

@@ -258,8 +258,7 @@ class RankPeers:
     # ------------------------------------------------------------------ for the node
 
     def _answer(self, name: str, found: ConnectedPeer | BridgeError) -> None:
-        connected = isinstance(found, ConnectedPeer)
-        facts = {"transports": found.transports} if connected else answered(found)
+        facts = answered(found) if isinstance(found, BridgeError) else {"transports": found.transports}
         self._link.send(PeerConnected(rank=self._identity.rank, peer=name, **facts))
 
     def tell_paths(self, peer: ConnectedPeer, **lost: str) -> None:

@@ -37,8 +37,7 @@ from kvbridge.http.requests import problem_response
 from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.tier.stores import objects as store_wire
 from kvbridge.tier.stores.objects import ObjectForm, Outcome, Verb
-from kvbridge.transport.base import Endpoint, read_endpoint
-from kvbridge.transport.extents import Extents
+from kvbridge.transport.base import Endpoint, Extents, read_endpoint
 from kvbridge.transport.local.transport import LocalEndpoint
 from kvbridge.transport.mooncake.transport import MooncakeEndpoint
 from kvbridge.transport.nixl.agent import NixlEndpoint

@@ -1,10 +1,9 @@
 """Kernels from source to launch: compiled at run time, kept on disk, launched on the caller's stream.
 
-Sources are `kernels/csrc/*.cu` (and `*.cuh`, which they include); each holds `extern "C"` kernels. NVRTC compiles one in
-about 0.1 s to machine code for the device at hand, so no compiler has to be installed. The result lies in
-`$KVBRIDGE_KERNEL_CACHE` (default: `~/.cache/kvbridge/kernels`) under a name that is a digest of everything it depends on; a
-file that is damaged or cannot be written costs a compilation, never an error. A launch costs about 5 us of the processor, and
-nothing of that inside a CUDA graph.
+Sources are `kernels/csrc/*.cu` (and `*.cuh`, which they include); each holds `extern "C"` kernels. NVRTC compiles one in about 0.1
+s to machine code for the device at hand, so no compiler has to be installed. The result lies in `$KVBRIDGE_KERNEL_CACHE` (default:
+`~/.cache/kvbridge/kernels`) under a name that is a digest of everything it depends on; a file that is damaged or cannot be written
+costs a compilation, never an error. A launch costs about 5 us of the processor, and nothing of that inside a CUDA graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The calls of the CUDA runtime that kvbridge needs, with errors that say the cause and the cure.
 
 Addresses and handles of streams are plain integers, as torch gives them (`tensor.data_ptr()`,
-`torch.cuda.current_stream().cuda_stream`), so that a process without torch can use all of it. Each call makes its device
-the current one of its thread, and leaves it so.
+`torch.cuda.current_stream().cuda_stream`), so that a process without torch can use all of it. Each call makes its device the
+current one of its thread, and leaves it so.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def export_memory(device: int, address: int) -> bytes:
 def open_memory(device: int, handle: bytes) -> int:
     """Map another process's allocation for use from `device`; `close_memory` unmaps it.
 
-    Once a process: a second opening of the same allocation here fails, as does opening in the process that made it. When the
-    memory lies on another device, peer access to it is switched on (NVLink or PCIe). Raises RegistrationError.
+    Once a process: a second opening of the same allocation here fails, as does opening in the process that made it. When the memory
+    lies on another device, peer access to it is switched on (NVLink or PCIe). Raises RegistrationError.
     """
     use(device)
     packed = library().cudaIpcMemHandle_t()

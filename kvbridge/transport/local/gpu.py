@@ -1,15 +1,15 @@
-"""Transfers that a device makes: the streams of one transport, slices of transfers on them, and host memory that devices use.
+"""Transfers that a device makes: streams, slices of transfers on them, and host memory that devices use.
 
-A device copies by its copy engines where operations are long, by a kernel where they are short and many (37,440-byte pages to
-the host on one H200: engines 20 GB/s, kernel 49; 786 KB rows: engines 51). A device has four streams (engines and kernel, over the
-host link and between devices), so that copies over NVLink do not wait for those over PCIe. The copies on a stream are bounded. This
+A device copies by its copy engines where operations are long, by a kernel where they are short and many (37,440-byte pages to the
+host on one H200: engines 20 GB/s, kernel 49; 786 KB rows: engines 51). A device has four streams (engines and kernel, over the host
+link and between devices), so that copies over NVLink do not wait for those over PCIe. The copies on a stream are bounded. This
 bounds how long an aborted transfer takes to become quiet, how long a short transfer waits behind long ones, and how much still
 arrives from a process that was killed.
 
-There is no thread: a device copies by itself, so a poll looks at what is done, starts the next slices and returns. A
-slice that was started cannot be taken back; after a failure nothing further is started, and the transfer is quiet when
-the device has passed its last slice. A device that never does is broken: the transfer ends not quiet after the quiet
-timeout, and `close` raises, since only the end of the process stops such a device.
+There is no thread: a poll looks at which slices are done, starts the next ones and returns. A slice that was started cannot be
+taken back. After a failure nothing further is started, and the transfer is quiet when the device has passed its last slice. A
+device that never does is broken: the transfer ends not quiet after the quiet timeout, and `close` raises, since only the end of the
+process stops such a device.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from kvbridge.transport.windowed import (
 log = structlog.get_logger(__name__)
 
 HOST = -1
-"""In place of a device: no device, but the host."""
+"""In place of a device: host memory."""
 CLOSE_PAUSE_S = 0.0002
 UNBOUNDED = 1 << 62
 
 _abandoned: list[object] = []
-"""Copies that a device may still be working on although their transport is gone: kept until the process ends."""
+"""Transfers that a device may still be working on although their transport is gone: kept until the process ends."""
 
 
 class Way(Enum):
@@ -79,14 +79,14 @@ class Route:
     way: Way
     device: int
     over_host_link: bool = False
-    """Whether either end is host memory: such copies must not hold up those between devices."""
+    """Whether either end is host memory. Such copies must not hold up copies between devices."""
 
 
 class CopyStream:
     """Copies slices one after another; the caller does not wait."""
 
     def __init__(self, route: Route, *, kernel_blocks: int) -> None:
-        """`kernel_blocks`: for copies to and from the host; between devices every multiprocessor works.
+        """`kernel_blocks`: blocks for copies to and from the host; between devices every multiprocessor works.
 
         Raises UnsupportedError or KernelBuildError when the device cannot copy this way.
         """
@@ -117,7 +117,7 @@ class CopyStream:
         return event
 
     def release(self, mark: Event) -> None:
-        """Take back a mark that was reached."""
+        """Take back a mark that the device has reached."""
         self._free.append(mark)
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class _Slice:
 
 
 class DeviceWrites(Submitter[_Slice]):
-    """The slices of one transfer. They keep their memory mapped until the device has passed the last one."""
+    """The slices of one transfer. They keep its memory mapped until the device has passed the last slice."""
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class DeviceWrites(Submitter[_Slice]):
         return made
 
     def check(self, handle: _Slice) -> Check:
-        """Ask the device. After a failure every later call fails, and nobody can say when its copies end."""
+        """Ask the device. After a failure of the device every later call fails, and nobody can say when its copies end."""
         try:
             if not self.broken and handle.mark is not None and not handle.mark.reached():
                 return PENDING
@@ -199,11 +199,10 @@ class DeviceWrites(Submitter[_Slice]):
         return Check(Progress.FAILED, handle.refused) if handle.refused else DONE
 
     def end(self) -> None:
-        """Let go of the memory, unless the device still uses it."""
-        self.drained()
+        self.drained()  # lets go of the memory, unless the device still uses it
 
     def drained(self) -> bool:
-        """Return whether a transfer that has ended has nothing on its way; its slices leave the window as they end."""
+        """Whether a transfer that has ended has nothing on its way. Its slices leave the window as they end."""
         while self._slices:
             oldest = self._slices[0]
             if self.check(oldest).progress not in {Progress.DONE, Progress.FAILED}:
@@ -217,7 +216,7 @@ DeviceTransfer = WindowedTransfer[_Slice]
 
 
 class DeviceCopier:
-    """The streams of one transport, each made when it is first needed, and what is on them."""
+    """The streams of one transport, each made when it is first needed, and the transfers on them."""
 
     def __init__(
         self,
@@ -227,28 +226,21 @@ class DeviceCopier:
         quiet_timeout_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        """`slice_bytes`: how much is started at a time."""
+        """`slice_bytes`: most bytes of a slice."""
         self._make_stream = make_stream
         self._slice_bytes = slice_bytes
         self._quiet_timeout_s = quiet_timeout_s
         self._clock = clock
         self._streams: dict[Route, tuple[CopyStream, Window]] = {}
-        """Each with its window, over all transfers."""
+        """Streams, each with the window that all its transfers share."""
         self._begun: list[tuple[DeviceTransfer, DeviceWrites]] = []
 
     def stream(self, route: Route) -> tuple[CopyStream, Window]:
         """Return the stream of a route. Making it may compile a kernel, and takes up to a second."""
         if route not in self._streams:
             made = self._make_stream(route)
-            limits = WindowLimits(
-                UNBOUNDED,
-                UNBOUNDED,
-                self._quiet_timeout_s,
-                made.slice_operations,
-                self._slice_bytes,
-                STREAM_SLICES,
-                made.first_operations,
-            )
+            quiet_s, most, first = self._quiet_timeout_s, made.slice_operations, made.first_operations
+            limits = WindowLimits(UNBOUNDED, UNBOUNDED, quiet_s, most, self._slice_bytes, STREAM_SLICES, first)
             self._streams[route] = made, Window(limits)
         return self._streams[route]
 
@@ -264,8 +256,7 @@ class DeviceCopier:
     ) -> DeviceTransfer:
         """Return a transfer between addresses of this process; its first poll starts its first slices.
 
-        Nothing is started before all of `accesses` are ready; one that has failed fails the transfer. `keep_alive` keeps both ends
-        mapped.
+        Nothing is started before all `accesses` are ready; a failed access fails the transfer. `keep_alive` keeps both ends mapped.
         """
         self._begun = [each for each in self._begun if not _has_ended(*each)]
         stream, window = self.stream(route)
@@ -275,7 +266,7 @@ class DeviceCopier:
         return made
 
     def close(self, *, timeout_s: float) -> None:
-        """Start nothing further, and wait for everything that was started. Raises TransportError after `timeout_s`."""
+        """Start nothing further, and wait for the slices that were started. Raises TransportError after `timeout_s`."""
         ends_at_s = time.monotonic() + timeout_s
         for transfer, _ in self._begun:
             transfer.abort("the transport was closed")
@@ -311,17 +302,17 @@ class _CancelledError(Exception):
 
 
 class DeviceAccess:
-    """Host memory that devices may use once it is `ready`; `error` says why they never will. Registering begins at once.
+    """Host memory that is being registered with CUDA; devices may use it once it is `ready`. `error` says why they never may.
 
-    Registering host memory with CUDA takes 0.05 to 0.4 s for each GiB, minutes for a large pool, and a rank worker must not stop
-    for so long. Therefore connecting waits for a short time only, and transfers that need the memory wait for the rest. Other CUDA
-    calls of the process may be held up while the driver pins a piece.
+    Registering takes 0.05 to 0.4 s for each GiB, minutes for a large pool, and a rank worker must not stop for so long. Therefore
+    connecting waits for a short time only, and transfers that need the memory wait for the rest. Other CUDA calls of the process
+    may be held up while the driver pins a piece.
     """
 
     def __init__(
         self, length_bytes: int, register: Callable[[Report], Closing], *, label: str, at_once: bool = False
     ) -> None:
-        """`at_once`: the memory is registered already, so registering takes no time."""
+        """`at_once`: the memory is registered already, so `register` takes no time."""
         self.length_bytes = length_bytes
         self.error = ""
         self._label = label
@@ -350,14 +341,11 @@ class DeviceAccess:
         return self._ended.is_set() and not self.error
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait so long at most until it is ready or has failed; return whether it is either."""
+        """Wait until it is ready or has failed, for at most `timeout_s`; return whether it is either."""
         return self._ended.wait(timeout_s)
 
     def close(self, then: Callable[[], None] = lambda: None) -> None:
-        """End the registration, then call `then`, on another thread. No device uses the memory any more.
-
-        A registration that is still being made ends with its present piece.
-        """
+        """End the registration after its present piece, then call `then`, on another thread. No device uses the memory."""
         self._cancelled = True
         end = partial(self._end, then)
         if self._at_once:
@@ -397,9 +385,8 @@ def device_access(
 ) -> DeviceAccess:
     """Have memory registered with CUDA in the background. No operation crosses the borders of `extents`."""
     known = all(registered_range((each.address, each.length_bytes)) is not None for each in memory)
-    total_bytes = sum(each.length_bytes for each in memory)
     return DeviceAccess(
-        total_bytes,
+        sum(each.length_bytes for each in memory),
         lambda report: HostRegistration(memory, extents=extents, device=device, on_progress=report),
         label=label,
         at_once=known,

@@ -1,15 +1,15 @@
 """Two processes of one host: the proof that they share it, and the locks by which a process sees who can write to its memory.
 
-Proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
-kernel's boot id is the same, a secret that the peer wrote beside its shared memory reads back alike, the peer still
-holds the lock on that file (so it lives), and each shared file has the device, the inode and the owner that the
-peer saw. The owner must be that of the proof, so no peer can have this process write into files of another user.
+A shared host is proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
+kernel's boot id is the same, a secret that the peer wrote beside its shared memory reads back alike, the peer still holds the lock
+on that file (so it lives), and each shared file has the device, the inode and the owner that the peer saw. The owner must be that
+of the proof, so no peer can have this process write into files of another user.
 
 A process cannot shut out a writer that maps its file, but it can know about the writer. A process that maps a file under an
 endpoint of some epoch holds a shared lock on that epoch's byte, far behind the file's end. The kernel takes the lock away when the
-process ends, after its last store. For each device allocation an empty lock file (`LockFiles`) takes those locks. A lock file
-belongs to the process, not to a transport, because an earlier transport gave out the endpoints of earlier epochs. It ends with the
-process, and so does the memory.
+process ends, after its last store. For each device allocation an empty lock file (`LockFiles`) takes these locks. A lock file
+belongs to the process, not to a transport, because an earlier transport gave out the endpoints of earlier epochs. The lock file
+ends with the process, and so does the memory.
 
 The life of an endpoint, with R who gives it out and W who writes by it:
 
@@ -51,7 +51,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 SECRET_BYTES = 32
 
 EPOCH_BYTES_START = 1 << 61
-"""The place in a file of the byte of epoch 0; the lock on an epoch's byte says that the file is mapped under it."""
+"""Where the byte of epoch 0 is in a file. A lock on an epoch's byte says that the file is mapped under that epoch."""
 _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock`: type, whence, start, length, process (0, as open-file-description locks want it)."""
 
@@ -59,7 +59,7 @@ FilePath = Annotated[str, Field(pattern=r"^/[^\x00]*$", max_length=4096)]
 
 
 class FileIdentity(FrozenModel):
-    """A file and the kernel's numbers for it."""
+    """A file, with the kernel's numbers for it."""
 
     path: FilePath
     device: NonNegative
@@ -69,7 +69,7 @@ class FileIdentity(FrozenModel):
 
 
 class HostClaim(FrozenModel):
-    """A process's claim to be on a host."""
+    """A process's claim to be on this host."""
 
     pid: Positive
     boot_id: Annotated[str, Field(max_length=64)]
@@ -79,7 +79,7 @@ class HostClaim(FrozenModel):
 
 
 class SharedExtent(FrozenModel):
-    """`length_bytes` at `offset_bytes` of the `origin`-th file or allocation of a list, at `address` in its owner's process."""
+    """Memory at `address` of its owner's process: a part of the file or allocation that is number `origin` in a list."""
 
     address: Positive
     length_bytes: Positive
@@ -91,7 +91,7 @@ class HostFile:
     """A file of this host, held open until the last reference goes: its name can be removed, or lead to another file."""
 
     def __init__(self, descriptor: int, path: str) -> None:
-        """`descriptor` becomes this object's own."""
+        """Owns the descriptor from now on."""
         self.descriptor = descriptor
         self._closing = weakref.finalize(self, os.close, descriptor)
         self._closing.atexit = False  # locks are held until the process has ended
@@ -101,7 +101,7 @@ class HostFile:
 
     @classmethod
     def locked(cls, directory: Path, content: str = "") -> HostFile:
-        """Make a file with the lock of this process. Raises RegistrationError."""
+        """Make a file that this process has locked. Raises RegistrationError."""
         path = directory / f"{PROOF_PREFIX}{secrets.token_hex(8)}"
         descriptor = -1
         try:
@@ -121,24 +121,24 @@ class HostFile:
 
     @property
     def has_name(self) -> bool:
-        """Whether others can still open it by its path."""
+        """Whether others can still open the file by its path."""
         try:
             return os.path.samestat(Path(self.identity.path).stat(), os.fstat(self.descriptor))
         except OSError:
             return False
 
     def remove_name(self) -> None:
-        """Harmless when it has none."""
+        """Remove the name. Harmless when there is none."""
         with contextlib.suppress(OSError):
             Path(self.identity.path).unlink()
 
     def close(self) -> None:
-        """Give up the descriptor, and with it the locks. Harmless when closed."""
+        """Close the descriptor, which gives up the locks. Harmless when closed."""
         self._closing()
 
 
 class Proof:
-    """A file with a secret, locked for as long as its writer lives; removed by `close`."""
+    """A file with a secret, locked as long as its writer lives; `close` removes it."""
 
     def __init__(self, directory: Path) -> None:
         secret = secrets.token_hex(SECRET_BYTES)
@@ -146,7 +146,7 @@ class Proof:
         self.claim = HostClaim(pid=os.getpid(), boot_id=_boot_id(), file=self._file.identity, secret=secret)
 
     def close(self) -> None:
-        """Remove the file. Peers that are connected stay connected; nobody else can connect any more."""
+        """Remove the file. Connected peers stay connected; nobody else can connect any more."""
         self._file.remove_name()
         self._file.close()
 
@@ -159,10 +159,7 @@ class LockFiles:
         self._lock = threading.Lock()
 
     def to_name(self, device: int, address: int, directory: Path) -> HostFile:
-        """Return the lock file for the device memory at an address; make it in `directory` when there is none.
-
-        Make another one when the name of the last one is gone with its folder, because peers could not open it.
-        """
+        """Return the lock file for the device memory at an address; make it in `directory` when peers could open none."""
         with self._lock:
             made = self._files.setdefault((device, address), [])
             if not made or not made[-1].has_name:
@@ -175,19 +172,19 @@ class LockFiles:
             return tuple(self._files.get((device, address), ()))
 
     def remove_names(self) -> None:
-        """Remove the names of all, at the end of the process; called where exit handlers do not run, too."""
+        """Remove all names, at the end of the process. Where exit handlers do not run, somebody has to call this."""
         with self._lock:
             for file in (file for made in self._files.values() for file in made):
                 file.remove_name()
 
 
 PROCESS_LOCK_FILES = LockFiles()
-"""Those of this process: its memory, and the locks of its writers, outlive the transports that name it."""
+"""Lock files of this process: its memory, and the locks of its writers, outlive the transports that name the memory."""
 atexit.register(PROCESS_LOCK_FILES.remove_names)
 
 
 def require_same_host(told: HostClaim) -> None:
-    """Raise TransportError unless the process that says this shares our host and lives."""
+    """Raise TransportError unless the process that makes this claim lives and shares our host."""
     who = f"process {told.pid}"
     if told.boot_id != _boot_id():
         raise TransportError(f"{who} is not on this host: it runs on another kernel (boot id {told.boot_id})")
@@ -206,8 +203,8 @@ class Presence:
     """The lock by which a peer sees that its files are mapped here under an endpoint of some epoch.
 
     One file stands for all files of an endpoint, since `writers_before` looks at each. Take the lock before looking at the peer's
-    proof: a peer that revokes an endpoint first closes its transport, and with it the proof, and then looks for
-    locks, so it finds the lock, or the writer finds no proof. The lock goes with the last reference.
+    proof. A peer that revokes an endpoint first closes its transport and the proof, and then looks for locks: it finds the lock, or
+    the writer finds no proof. The lock goes with the last reference.
     """
 
     def __init__(self, told: HostClaim, identity: FileIdentity, epoch: int) -> None:
@@ -220,10 +217,7 @@ class Presence:
 
 
 def writers_before(files: Iterable[HostFile], epoch: int) -> bool:
-    """Whether some process may have one of these files mapped under an endpoint of an epoch earlier than `epoch`.
-
-    Takes the lock and gives it back at once, by a descriptor that is open anyway.
-    """
+    """Whether some process may have one of these files mapped under an endpoint of an epoch earlier than `epoch`."""
     for file in files:
         if not _lock(file.descriptor, fcntl.F_WRLCK, EPOCH_BYTES_START, epoch):
             return True
@@ -243,7 +237,7 @@ def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
 
 
 _shared_files: weakref.WeakValueDictionary[tuple[str, int], HostFile] = weakref.WeakValueDictionary()
-"""Files of registered memory, by path and address of the mapping: a transport's successor registers the same memory while the
+"""Files of registered memory, by path and address of the mapping. A transport's successor registers the same memory while the
 transport is still open, and takes the file from here."""
 
 
@@ -252,8 +246,7 @@ def shared_file(memory: Extent) -> HostFile | None:
     if not isinstance(memory.origin, FileOrigin):
         return None
     path = memory.origin.path
-    label = memory.label or f"memory at {memory.address:#x}"
-    key = path, memory.address - memory.offset_bytes
+    label, key = memory.label or f"memory at {memory.address:#x}", (path, memory.address - memory.offset_bytes)
     file = _shared_files.get(key)
     if file is None:
         try:
@@ -282,14 +275,10 @@ def opened(who: str, told: FileIdentity, flags: int) -> Iterator[int]:
         ) from error
     try:
         found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or (found.st_dev, found.st_ino, found.st_uid) != (
-            told.device,
-            told.inode,
-            told.owner,
-        ):
+        numbers = found.st_dev, found.st_ino, found.st_uid
+        if not stat.S_ISREG(found.st_mode) or numbers != (told.device, told.inode, told.owner):
             raise TransportError(
-                f"{who} is not on this host, or has replaced its file: {told.path} is another file here than it "
-                "is there"
+                f"{who} is not on this host, or has replaced its file: {told.path} is another file here"
             )
         yield descriptor
     finally:

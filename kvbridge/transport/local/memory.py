@@ -1,11 +1,11 @@
 """Memory that a peer on this host shares, within reach of this process for as long as anything is written there.
 
-The ranks of a decode node share one host pool, and a new epoch names the old files; a pool of hundreds of GiB is
-mapped and pinned once all the same. A mapping lives as long as somebody holds its `MappedFile`.
+The ranks of a decode node share one host pool, and a new epoch names the old files; a pool of hundreds of GiB is mapped and pinned
+once all the same. A mapping lives as long as somebody holds its `MappedFile`.
 
-While a peer has device memory open its owner must not free it: what happens then is not defined, though the driver keeps the
-memory until the last process lets go of it. Therefore an owner frees device memory only when `Transport.revoked` has said that
-nobody can write to it, or leaves that to its own end.
+While a peer has device memory open its owner must not free it: what happens then is not defined, though the driver keeps the memory
+until the last process lets go of it. Therefore an owner frees device memory only when `Transport.revoked` has said that nobody can
+write to it, or leaves that to its own end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_by_uuid, device_uuid
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.transport.extents import Extents, Stretch
+from kvbridge.transport.base import Extents, Stretch
 from kvbridge.transport.local.gpu import HOST, DeviceAccess, device_access
 from kvbridge.transport.local.host import FileIdentity, HostClaim, Presence, SharedExtent, opened, require_same_host
 from kvbridge.transport.threads import apart

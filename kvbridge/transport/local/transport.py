@@ -1,12 +1,12 @@
 """The transport within one host: copies from this process's memory into memory that peers share.
 
-Writing needs nothing of the peer: a frozen or dying peer can be written to, since its memory stays mapped here. A copy has
-arrived or not and is never on its way, so every failure is quiet, except on a device that does not finish its copies.
+Writing needs nothing of the peer: a frozen or dying peer can be written to, since its memory stays mapped here. A copy has arrived
+or not and is never on its way, so every failure is quiet, except on a device that does not finish its copies.
 
-A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path
-between the devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a
-peer that shrinks a mapped file ends this process with the next copy into it (SIGBUS), and so does, for device copies,
-a peer that frees device memory before its writers are gone (`local.memory`).
+A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path between the
+devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a peer that shrinks a mapped
+file ends this process with the next copy into it (SIGBUS), and so does, for device copies, a peer that frees device memory before
+its writers are gone (`local.memory`).
 """
 
 from __future__ import annotations

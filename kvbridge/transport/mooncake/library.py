@@ -155,10 +155,10 @@ CUDA_DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda
 def why_no_device_memory(protocol: MooncakeProtocol) -> str:
     """Return why device memory is refused, with the cure; empty where it is accepted.
 
-    All builds install the package `mooncake`; they differ by the name of their distribution. Over TCP the CUDA builds take
-    device memory (its place is found from the address, so nothing has to be said of it), and copy it through pageable host
-    memory in pieces of 64 KiB. But they report a write as done when the receiver's last copy to the device has been begun,
-    not when it has arrived, which is less than `TransferState.DONE` promises.
+    All builds install the package `mooncake`; they differ by the name of their distribution. Over TCP the CUDA builds take device
+    memory (its place is found from the address, so nothing has to be said of it), and copy it through pageable host memory in
+    pieces of 64 KiB. But they report a write as done when the receiver's last copy to the device has been begun, not when it has
+    arrived, which is less than `TransferState.DONE` promises.
     """
     if not any(_is_installed(name) for name in CUDA_DISTRIBUTIONS):
         return (

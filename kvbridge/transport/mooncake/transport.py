@@ -2,18 +2,17 @@
 
 The library does the following, and does not do other things (0.3.13, measured); with the consequences for this module:
 
-- `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is
-  refused here.
-- A rejected remote address closes one of the peer's four connections, and with the fourth the next valid write fails and
-  the one after waits a second. Therefore an endpoint carries the peer's registered extents, and a write outside of them is
-  refused before submission.
+- `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is refused here.
+- A rejected remote address closes one of the peer's four connections, and with the fourth the next valid write fails and the one
+  after waits a second. Therefore an endpoint carries the peer's registered extents, and a write outside of them is refused before
+  submission.
 - On TCP an unregistered source is accepted; it is refused here.
 - A batch's failure leaves the rest of it running, and the calls that wait for a batch spin a core. Over TCP every operation is
   therefore submitted by itself in a window and polled, and a failed transfer waits until each one is terminal. Over RDMA they go in
   batches, and a transfer that failed with one is not quiet: see `mooncake.writes`. Only the destruction of the engine stops an
   operation; `close` does that, in 0.2 to 1.0 s, whatever is under way, and holds the interpreter for all of that time.
-- A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
-  were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
+- A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations were quiet after
+  3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
 - A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
   without disturbing anybody. The first write to a peer fetches the peer's description under a lock that every other write of the
   engine needs. Therefore `connect` probes, and then has the description fetched by an empty write, both on a thread of their own
@@ -21,12 +20,10 @@ The library does the following, and does not do other things (0.3.13, measured);
   peers, after `metadata_timeout_s`. Over RDMA nothing can be written before the description is known; there the first operation
   fetches it, and nothing bounds that.
 - A peer that died fails at once, and is not tried again by the library for a second. First contact takes 1 to 11 ms.
-- The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody:
-  whoever reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the
-  network.
-- A session is host:port. The library caches what it knows of one for good, so a peer that comes back must come back
-  on another port, which it does (they are drawn at random) but for an unlikely accident; the probe in `connect` does
-  not find that.
+- The library reads its environment once a process, listens on 0.0.0.0 whatever `host` says and authenticates nobody: whoever
+  reaches its ports (15000 to 17000 and an ephemeral data port) can write registered memory. Fence it by the network.
+- A session is host:port. The library caches what it knows of one for good, so a peer that comes back must come back on another
+  port, which it does (they are drawn at random) but for an unlikely accident; the probe in `connect` does not find that.
 """
 
 from __future__ import annotations
@@ -47,8 +44,7 @@ from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
-from kvbridge.transport.extents import Extents
+from kvbridge.transport.base import Backend, Endpoint, Extents, Peer, Transfer, labels, read_endpoint
 from kvbridge.transport.mooncake.library import (
     GRACE_S,
     Engine,

@@ -1,8 +1,8 @@
 """The two ways of giving a mooncake engine the operations of a transfer.
 
-Each operation by itself (`SingleWrites`). The library then says of each when it has ended, so a transfer that failed becomes
-quiet. Over TCP there is no other way: a batch that has failed leaves the rest of itself running for as long as the peer hangs, and
-more than about 2,050 operations are applied in part.
+Each operation by itself (`SingleWrites`). The library then says of each when it has ended, so a transfer that failed becomes quiet.
+Over TCP there is no other way: a batch that has failed leaves the rest of itself running for as long as the peer hangs, and more
+than about 2,050 operations are applied in part.
 
 In batches (`BatchWrites`), over RDMA, where 37,440 B take 0.75 us on the wire and a call of their own takes longer than that. The
 following is known from the library's documentation and source, and was run over TCP only:

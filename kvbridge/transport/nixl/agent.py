@@ -1,8 +1,8 @@
 """The seam to the NIXL library: one agent, in our words and with our errors, and its first contact with a peer.
 
-The binding module is used, not the Python wrapper over it: the wrapper fixes the progress thread's delay at 0,
-which keeps a core busy for each agent, and offers pickle for descriptors, which must never meet bytes from a peer.
-Measured (1.5.1): import 0.15 s, agent 0.4 s and four threads, 0.02 of a core when idle.
+The binding module is used, not the Python wrapper over it: the wrapper fixes the progress thread's delay at 0, which keeps a core
+busy for each agent, and offers pickle for descriptors, which must never meet bytes from a peer. Measured (1.5.1): import 0.15 s,
+agent 0.4 s and four threads, 0.02 of a core when idle.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class NixlEndpoint(FrozenModel):
 class NixlAgent:
     """One NIXL agent with one UCX backend. Its name is unique over all processes and times: a restart is a new peer.
 
-    Only its destruction ends all its transfers, so nobody else keeps a reference to the library's object.
-    Errors: TransportError for everything that the library raises, and for every call after `destroy`.
+    Only its destruction ends all its transfers, so nobody else keeps a reference to the library's object. Errors: TransportError
+    for everything that the library raises, and for every call after `destroy`.
     """
 
     def __init__(self, settings: NixlSettings) -> None:
@@ -180,8 +180,8 @@ class NixlAgent:
     def post(self, peer: str, local: Side, remote: Side, *, read: bool = False) -> int:
         """Start to write `local` to `remote` (`read`: `remote` to `local`), row by row, and return the request's handle.
 
-        Raises TransportError when nothing of it was started or the connection is gone, and `UnclearPostError` when
-        part of it may be under way.
+        Raises TransportError when nothing of it was started or the connection is gone, and `UnclearPostError` when part of it may
+        be under way.
         """
         agent = self.alive()
         self._enter_device(*local)
@@ -224,8 +224,8 @@ class NixlAgent:
     def check(self, request: int) -> Check:
         """Ask after a posted request; a terminal one is released, and must not be asked after again.
 
-        A lost connection ends all its operations. After any other failure the library does not
-        say whether the request's other operations have ended, so it counts as in flight.
+        A lost connection ends all its operations. After any other failure the library does not say whether the request's other
+        operations have ended, so it counts as in flight.
         """
         agent = self.alive()
         try:

@@ -2,9 +2,9 @@
 
 The library does not survive metadata that was made to break it (1.5.1; `python -m tests.fuzz.nixl_metadata --unchecked`). Therefore
 an agent in a process apart first loads the very same bytes and reads a byte of the peer's memory. Whatever ends that process is a
-refusal. Each description is read by a process of its own (0.2 s), forked from one that has loaded the library and nothing else.
-The loaded process starts with the first transport, not with the first peer: its imports take 1.3 s of a processor. On a full host
-(two cores, six busy processes) they made the first connection take 14 s; later ones took 2 s.
+refusal. Each description is read by a process of its own (0.2 s), forked from one that has loaded the library and nothing else. The
+loaded process starts with the first transport, not with the first peer: its imports take 1.3 s of a processor. On a full host (two
+cores, six busy processes) they made the first connection take 14 s; later ones took 2 s.
 """
 
 from __future__ import annotations

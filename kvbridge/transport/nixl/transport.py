@@ -2,31 +2,29 @@
 
 The library does the following, and does not do other things (1.5.1, measured); with the consequences for this module:
 
-- It checks a destination against the metadata that was loaded, on this side only: a peer that has deregistered
-  memory is written to all the same, and one that has unmapped it crashes on TCP. The caller keeps memory mapped
-  while a manifest names it.
-- It never gives up: a write to a frozen peer stays in progress for ever, and neither releasing the request nor
-  forgetting the peer nor deregistering the memory stops it. Therefore a deadline fails the transfer, `quiet_timeout_s`
-  later it ends not quiet, and only `close` (which destroys the agent, in milliseconds) ends it.
+- It checks a destination against the metadata that was loaded, on this side only: a peer that has deregistered memory is written to
+  all the same, and one that has unmapped it crashes on TCP. The caller keeps memory mapped while a manifest names it.
+- It never gives up: a write to a frozen peer stays in progress for ever, and neither releasing the request nor forgetting the peer
+  nor deregistering the memory stops it. Therefore a deadline fails the transfer, `quiet_timeout_s` later it ends not quiet, and
+  only `close` (which destroys the agent, in milliseconds) ends it.
 - Posting blocks: 4 us an operation and up to 0.3 ms a MiB on TCP, since the first bytes are sent right there; one request over a
   whole plan took up to 2 s. Therefore a thread of this module posts and asks, in requests of up to 16 MiB with 64 MiB in flight,
   which is about as fast as one request over everything; smaller ones are not (1 MiB with 8 MiB in flight: 0.7 of it). See
   `windowed`.
-- Metadata of another incarnation under a known name is refused and then drops the known one; names are drawn anew for each
-  agent.
+- Metadata of another incarnation under a known name is refused and then drops the known one; names are drawn anew for each agent.
 - A peer's death surfaces at once: at the next post or check, which raises.
-- Without a word in `ucx_tls`, two processes of one host talk by CMA: no network, `post` does the whole copy, and a
-  frozen peer is written to without noticing.
-- Device memory needs UCX's `cuda_copy` and `cuda_ipc`, which are added to `ucx_tls` where there is a GPU. Without them UCX takes
-  a device address for host memory. Each call is made with the memory's device as the thread's current one. The library's own
-  progress thread has none, and with `cuda_copy` it has been seen to crash in production (NIXL issue 2102, open at the time of
-  writing): on one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
+- Without a word in `ucx_tls`, two processes of one host talk by CMA: no network, `post` does the whole copy, and a frozen peer is
+  written to without noticing.
+- Device memory needs UCX's `cuda_copy` and `cuda_ipc`, which are added to `ucx_tls` where there is a GPU. Without them UCX takes a
+  device address for host memory. Each call is made with the memory's device as the thread's current one. The library's own progress
+  thread has none, and with `cuda_copy` it has been seen to crash in production (NIXL issue 2102, open at the time of writing): on
+  one host prefer `local`, which is also faster by far (VRAM to another process's DRAM: 0.5 GB/s here).
 - One request has one kind of memory on each side, so a batch becomes a request for each pair of kinds. Registrations and
   descriptors carry the device.
-- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl.check`). A read from a peer
-  that does not answer stays behind, with a descriptor, until the agent's end.
-- Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence
-  it by the network.
+- It does not survive metadata that was made to break it, so a process apart reads it first (`nixl.check`). A read from a peer that
+  does not answer stays behind, with a descriptor, until the agent's end.
+- Nobody is authenticated: whoever has the metadata and reaches the port can read and write registered memory. Fence it by the
+  network.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import Clock, monotonic
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, labels, read_endpoint
-from kvbridge.transport.extents import Extents, Stretch
+from kvbridge.transport.base import Backend, Endpoint, Extents, Peer, Stretch, Transfer, labels, read_endpoint
 from kvbridge.transport.nixl.agent import (
     Descriptors,
     NixlAgent,

@@ -12,8 +12,7 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.process import monotonic
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.base import Backend, Endpoint, Peer, Transfer, TransferState, TransferStatus
-from kvbridge.transport.extents import Extents
+from kvbridge.transport.base import Backend, Endpoint, Extents, Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.threads import Call
 from tests.helpers.shared_buffer import connect, operations
 

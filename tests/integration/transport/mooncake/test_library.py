@@ -62,7 +62,7 @@ kvbridge.transport.create_transport("mooncake", TransportSettings())
 print("mooncake.engine" in sys.modules, any(name.startswith("nixl") for name in sys.modules))
 """
     assert python(code).splitlines() == [
-        "['kvbridge.transport.base', 'kvbridge.transport.extents', 'kvbridge.transport.threads']",
+        "['kvbridge.transport.base', 'kvbridge.transport.base', 'kvbridge.transport.threads']",
         "True False",
     ]
 

@@ -11,8 +11,7 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.layout import Extent
-from kvbridge.transport.base import Endpoint
-from kvbridge.transport.extents import Extents, Stretch
+from kvbridge.transport.base import Endpoint, Extents, Stretch
 from kvbridge.transport.nixl import agent as nixl_agent
 from kvbridge.transport.nixl.agent import Side, UnclearPostError, environment
 from kvbridge.transport.nixl.transport import NixlPeer, NixlTransport, _Batch, _place, _Writes
