@@ -12,13 +12,14 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.core.plan.operations import AddressArray, Operations, PageArray
 from kvbridge.core.process import Closing
 from kvbridge.kernels.cuda import programs
 from kvbridge.kernels.cuda.staging import Segments, StagingPool
@@ -157,6 +158,24 @@ def _items(addresses: AddressArray, length: int) -> tuple[npt.NDArray[np.void], 
         }
     )
     return np.asarray(view), offsets
+
+
+Rows = tuple[PageArray, int, npt.NDArray[np.integer]]
+"""Pages of one layer, the rows that a page holds, and row numbers. Row `r` lies in page `r // slots` at slot `r % slots`; a page
+holds, for each part of a row, that part of all its slots one after another: a DeepSeek-V4 row (576, 8) lies in two places of its
+page. With one slot a page, rows are dense."""
+
+
+def copy_rows(source: Rows, destination: Rows, row_parts_bytes: Sequence[int]) -> None:
+    """Copy rows in memory of this process. Raises PageOutOfBoundsError."""
+    sides = []
+    for pages, slots, rows in (source, destination):
+        page, slot = np.divmod(rows.astype(np.int64), slots)
+        offsets = accumulate((part * slots for part in row_parts_bytes[:-1]), initial=0)
+        each = zip(row_parts_bytes, offsets, strict=True)
+        sides.append([pages.addresses(page, offset + slot * part)[0] for part, offset in each])
+    for part_bytes, origins, targets in zip(row_parts_bytes, *sides, strict=True):
+        copy_operations(origins, targets, np.full(len(origins), part_bytes, dtype=np.uint64))
 
 
 def array_at(address: int, shape: tuple[int, ...], dtype: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - any form of a dtype

@@ -34,8 +34,7 @@ from kvbridge.core.plan.operations import page_copies
 from kvbridge.core.process import Closing
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.copies import StretchCopier
-from kvbridge.kernels.swap_in import ReferenceSwapIn, Step, SwapIn
-from kvbridge.kernels.swap_in_device import AppendRows, CudaSwapIn
+from kvbridge.kernels.swap_in import AppendRows, CudaSwapIn, ReferenceSwapIn, Step, SwapIn
 from kvbridge.sparse.memory import HotMemory, checked_regions, layer_memory, layer_pages
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
 from kvbridge.sparse.streams import Point, SideStream, Staging, Streams

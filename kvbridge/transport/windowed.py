@@ -108,17 +108,11 @@ class Load:
     operations: int = 0
     bytes: int = 0
 
-    def take(self, operations: int, size_bytes: int) -> None:
-        """Count a started batch."""
-        self.batches += 1
-        self.operations += operations
-        self.bytes += size_bytes
-
-    def give_back(self, operations: int, size_bytes: int) -> None:
-        """Count a terminal batch."""
-        self.batches -= 1
-        self.operations -= operations
-        self.bytes -= size_bytes
+    def count(self, operations: int, size_bytes: int, *, batches: int) -> None:
+        """Count a started batch (`batches` 1) or a terminal one (-1)."""
+        self.batches += batches
+        self.operations += batches * operations
+        self.bytes += batches * size_bytes
 
 
 class Window(Load):
@@ -282,7 +276,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 return True
             self._failed.append(slice(batch.first, batch.first + batch.operations))
         for load in (self._window, self._held):
-            load.give_back(batch.operations, batch.size_bytes)
+            load.count(batch.operations, batch.size_bytes, batches=-1)
         return False
 
     def _refill(self, submitter: Submitter[HandleT]) -> None:
@@ -312,7 +306,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._started_bytes += size_bytes
         self._in_flight.append(_Batch(handle, first, count, size_bytes))
         for load in (self._window, self._held):
-            load.take(count, size_bytes)
+            load.count(count, size_bytes, batches=1)
 
     def _next_batch(self) -> tuple[int, int]:
         """Return where the next batch ends, and its bytes: one operation, and more as the batch limits allow."""

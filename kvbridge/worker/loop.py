@@ -43,7 +43,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
 )
 from kvbridge.pool.memory.gpu_memory import StreamPoints
-from kvbridge.transport.base import TransferStatus, Transport
+from kvbridge.transport.base import TransferStatus
 from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
 from kvbridge.worker.orders import OpenedRoom, Order, OrderBook, Part, RoomKey
@@ -67,7 +67,7 @@ MESSAGES_A_STEP = 64
 
 
 class RankWorker:
-    """Executes the node's orders for one rank. Not thread-safe; everything happens in `run` or `step`."""
+    """Executes the node's orders for one rank, in `run` or `step`. Not thread-safe."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RankWorker:
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
         self._revoking: RevokeEndpoints | None = None
-        """The node's wish that nobody writes by earlier endpoints, until it is fulfilled."""
+        """The node's order to shut out writers by earlier endpoints, until it is carried out."""
         self._orders = OrderBook()
         self._verifications = Verifications(identity, link, clock=clock)
         self._copies = PageCopies(identity, link, clock=clock)
@@ -98,7 +98,7 @@ class RankWorker:
         self._handlers: dict[type, Callable[[Any], None]] = {
             ConnectPeer: lambda message: self._peers.connect(message.peer, message.ranks),
             DisconnectPeer: self._disconnect,
-            OpenRoom: self._open_room,
+            OpenRoom: lambda message: self._rooms.update({(message.room, message.generation): OpenedRoom.of(message)}),
             Send: self._queue,
             Verify: self._verifications.take,
             CopyPages: self._copies.take,
@@ -109,7 +109,7 @@ class RankWorker:
         self._stopping = False
         self._beaten_s = clock()
         self.closed = False
-        """Whether every transport has been torn down, and the GPU copies nothing."""
+        """Whether every transport has been torn down and the GPU copies nothing."""
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -197,10 +197,6 @@ class RankWorker:
 
     # ------------------------------------------------------------------ messages
 
-    def _revoke(self, message: RevokeEndpoints) -> None:
-        self._transports.release(message.before_epoch)
-        self._revoking = message
-
     def _queue(self, message: Send) -> None:
         order = Order(message, self._clock())
         room = self._rooms.get(order.key)
@@ -212,10 +208,6 @@ class RankWorker:
         if room is None:
             why = f"room {message.room} is not open on rank {self._identity.rank}"
             self._orders.fail(order, ConflictError.code, why)
-
-    def _open_room(self, message: OpenRoom) -> None:
-        room = OpenedRoom.of(message)
-        self._rooms[room.key] = room
 
     def _close_room(self, message: CloseRoom) -> None:
         key = message.room, message.generation
@@ -275,7 +267,7 @@ class RankWorker:
         return self._digest_some() or copied or moved
 
     def _push(self, order: Order) -> bool:
-        """Push an order forward; whether it is over. It is not over before every transport that failed it is quiet or closed."""
+        """Push an order forward. Return whether it is over, which needs every transport that failed it to be quiet or closed."""
         order.poll()
         for part, failure in order.losses:
             self._recover(order, part, failure)
@@ -283,7 +275,7 @@ class RankWorker:
         return ended and bool(order.error_code or not order.not_quiet)
 
     def _recover(self, order: Order, part: Part, failure: TransferStatus) -> None:
-        """Send again by another path, wait for one that is being connected, or fail. An order that has failed needs nothing."""
+        """Send again by another path, wait for a path that is being connected, or fail. A failed order needs nothing."""
         peer, ordinal, lost = order.peer, part.ordinal, part.target
         assert peer is not None, "an order that has sent anything was started"
         self._peers.lost(peer, ordinal, lost)
@@ -319,10 +311,10 @@ class RankWorker:
 
     def _digest_some(self) -> bool:
         """Compute one slice of digests for the oldest order that lacks some, and one of rows that have arrived."""
-        order = next((order for order in self._orders.active if order.digests is not None), None)
-        if order is not None and order.digests is not None:
-            order.digest_some(order.digests, self._clock)
-        return self._verifications.step() or order is not None
+        found = next(((order, order.digests) for order in self._orders.active if order.digests is not None), None)
+        if found is not None:
+            found[0].digest_some(found[1], self._clock)
+        return self._verifications.step() or found is not None
 
     def _start_queued(self) -> bool:
         """Start the orders whose peer is there and not too busy, for each peer in the order in which they came."""
@@ -330,7 +322,16 @@ class RankWorker:
             ACTIVE_ORDERS, is_ready=lambda peer: not self._peers.connecting(peer), is_written=self._is_written
         )
         for order in begun:
-            self._start(order)
+            if order.error_code:
+                continue
+            room = self._rooms[order.key]
+            to = room.opening.peer
+            peer = self._peers.get(to)
+            if peer is None:
+                order.fail(NotReadyError.code, f"rank {self._identity.rank} is not connected to peer {to}")
+                continue
+            order.start(room, peer, timeout_s=self._limits.transfer_s, clock=self._clock)
+            order.begin_digests(self._identity.geometry, room)
         return bool(begun)
 
     def _is_written(self, order: Order) -> bool:
@@ -338,17 +339,6 @@ class RankWorker:
         with order.guarded("asking whether the engine's rows are written"):
             return self._points.reached(order.request.after)
         return True
-
-    def _start(self, order: Order) -> None:
-        if order.error_code:
-            return
-        room = self._rooms[order.key]
-        peer = self._peers.get(room.opening.peer)
-        if peer is None:
-            order.fail(NotReadyError.code, f"rank {self._identity.rank} is not connected to peer {room.opening.peer}")
-            return
-        order.start(room, peer, timeout_s=self._limits.transfer_s, clock=self._clock)
-        order.begin_digests(self._identity.geometry, room)
 
     def _report(self, order: Order) -> None:
         """Report how an order ended. An order that is not quiet stays active until its transport has been closed."""
@@ -361,6 +351,10 @@ class RankWorker:
         self._confirm_closed(order.key)
 
     # ------------------------------------------------------------------ transports
+
+    def _revoke(self, message: RevokeEndpoints) -> None:
+        self._transports.release(message.before_epoch)
+        self._revoking = message
 
     def _renew(self, message: RenewEndpoints) -> None:
         """Give out endpoints of a later epoch, once they are there. Peers that write by earlier endpoints go on for now."""
@@ -383,16 +377,13 @@ class RankWorker:
                 self._peers.lose(transport)
                 self._transports.close_retired(transport)
         for transport in self._transports.closed():
-            self._forget_closed(transport)
+            log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
+            for order in [order for order in self._orders.active if transport in order.not_quiet]:
+                order.lose(transport)
+                if order.reported and not order.not_quiet:
+                    self._orders.end(order)
+                    self._confirm_closed(order.key)
         revoking = self._revoking
         if revoking is not None and self._transports.revoked(revoking.before_epoch, revoking.transports):
             self._link.send(EndpointsRevoked(rank=self._identity.rank, before_epoch=revoking.before_epoch))
             self._revoking = None
-
-    def _forget_closed(self, transport: Transport) -> None:
-        log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
-        for order in [order for order in self._orders.active if transport in order.not_quiet]:
-            order.lose(transport)
-            if order.reported and not order.not_quiet:
-                self._orders.end(order)
-                self._confirm_closed(order.key)

@@ -1,4 +1,4 @@
-"""The transport agents of one rank: built with all of its memory registered, replaced, retired, closed.
+"""The transport agents of one rank: built with all of the rank's memory registered, replaced, retired, closed.
 
 An agent is replaced for one of two reasons: a transfer of it would not become quiet, or the node wants every endpoint of an earlier
 epoch shut. Registering memory takes up to half a second a GiB, and an agent may take seconds to close, so both happen on threads of
@@ -45,7 +45,7 @@ Background = Callable[[Callable[[], Any], str], "Future[Any]"]
 
 
 def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
-    """Do work on a thread of its own, or here and now when the process may have no more threads."""
+    """Do work on a thread of its own, or now when the process may have no more threads."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -85,9 +85,9 @@ class RankTransports:
         self.asked_epoch = identity.epoch
         """The last epoch that the node has asked for."""
         self._wanted: dict[str, int] = {}
-        """Successors that are to be built, each with its epoch."""
+        """Successors to build, each with its epoch."""
         self._not_quiet: set[Transport] = set()
-        """Agents that are to be replaced because a transfer of theirs was not quiet."""
+        """Agents to replace because a transfer of theirs was not quiet."""
         self._job: Future[dict[str, Transport]] | None = None
         self._building: dict[str, int] = {}
         """The part of `_wanted` that the job builds."""
@@ -102,7 +102,7 @@ class RankTransports:
         """Agents that failed while they were built, and that would not close."""
         self._ending = threading.Event()
         self.replaced: list[Transport] = []
-        """Agents that others have replaced; the reader, who reaches peers by the others, clears this."""
+        """Agents that were replaced since the last `tend` of the rank's peers; the reader clears the list."""
 
     def __getitem__(self, name: str) -> Transport:
         transport = self._built.get(name)
@@ -111,7 +111,7 @@ class RankTransports:
         return transport
 
     def build(self, name: str) -> None:
-        """Make the first agent of a name, here and now, and report the progress. Raises TransportError or RegistrationError."""
+        """Make the first agent of a name now, and report the progress. Raises TransportError, RegistrationError."""
         self._built[name] = self._make(name, self.epoch, first=True)
         self._epochs[name] = self.epoch
 
@@ -132,7 +132,7 @@ class RankTransports:
         self._wanted |= {name: epoch for name in self._identity.transports if not names or name in names}
 
     def tend(self) -> bool:
-        """Begin to build what is wanted, and change to what is there. Returns whether endpoints, or the epoch, have changed."""
+        """Begin to build what is wanted, and change to successors. Return whether endpoints or epoch have changed."""
         self._begin_job()
         changed = self._take_up()
         if self.epoch < self.asked_epoch and self.asked_epoch not in self._wanted.values():
@@ -146,18 +146,15 @@ class RankTransports:
         self._held.clear()
 
     def leaving(self) -> list[Transport]:
-        """Replaced agents that can be closed as soon as their own work is done."""
+        """Return replaced agents that can be closed as soon as their transfers have ended."""
         return [each for each in self.retired if each not in self._held and each not in self._closing]
 
     def close_retired(self, transport: Transport) -> None:
-        """Begin to close an agent that has been replaced. Nobody may use it any more; `closed` says when it has ended."""
+        """Begin to close a replaced agent, which nobody may use any more; `closed` says when it has ended."""
         self._closing[transport] = self._background(partial(self._close, transport), f"close {transport.name}")
 
     def closed(self) -> list[Transport]:
-        """Return replaced agents that have been closed since the last call: nothing of them moves a byte any more.
-
-        Raises what made it impossible to close one.
-        """
+        """Return replaced agents that were closed since the last call, and so move no byte. Raises what kept one from closing."""
         ended = [transport for transport, outcome in self._closing.items() if outcome.done()]
         for transport in ended:
             self._closing[transport].result()
@@ -166,7 +163,7 @@ class RankTransports:
         return ended
 
     def revoked(self, before_epoch: int, names: Collection[str] = ()) -> bool:
-        """Whether nobody can write by means of an endpoint of an earlier epoch, of any transport or of those of `names`.
+        """Whether nobody can write by an endpoint of an earlier epoch, of all transports or of those in `names`.
 
         Replaced agents count until they are closed.
         """
@@ -178,8 +175,10 @@ class RankTransports:
     def endpoints(self) -> tuple[TransportEndpoint, ...]:
         """Return the endpoints by which peers reach each agent."""
         there = [name for name in self._identity.transports if name in self._built]
-        found = [(self._built[name].endpoint(), self._epochs[name]) for name in there]
-        return tuple(TransportEndpoint(transport=to.transport, data=to.data, epoch=epoch) for to, epoch in found)
+        return tuple(
+            TransportEndpoint(transport=name, data=self._built[name].endpoint().data, epoch=self._epochs[name])
+            for name in there
+        )
 
     def begin_close(self) -> None:
         """Begin to tear every agent down, and end what is being built."""
@@ -200,7 +199,7 @@ class RankTransports:
         return self._job is not None or not all(outcome.done() for outcome in self._closing.values())
 
     def end_close(self) -> None:
-        """Raise what made it impossible to close an agent; otherwise nothing of this rank moves a byte any more."""
+        """Raise what kept an agent from closing; otherwise nothing of this rank moves a byte any more."""
         closing, self._closing = self._closing, {}  # nothing keeps what the agents had mapped
         for outcome in closing.values():
             outcome.result()
@@ -268,13 +267,13 @@ class RankTransports:
             self._half_built.append(transport)
 
     def _use_device(self) -> None:
-        """Make the rank's GPU the present one of this thread: libraries look for its context where they are called."""
+        """Make the rank's GPU this thread's current one: libraries look for its context where they are called."""
         device = next((piece.device for piece in self._identity.memory if piece.kind is MemoryKind.VRAM), None)
         if device is not None and not runtime.reason_without_device():
             runtime.use(device)
 
     def _take_up(self) -> bool:
-        """Change to the successors that are there, or tell the node why they are not. Return whether any have changed."""
+        """Change to the successors that are there, or tell the node why they are not. Return whether any has changed."""
         if self._job is None or not self._job.done():
             return False
         job, self._job = self._job, None
@@ -304,7 +303,7 @@ class RankTransports:
                 self._retire(name)
 
     def _retire(self, name: str, *, hold: bool = False) -> None:
-        """Take an agent out of use. `hold`: peers may still write by its endpoint, until that is revoked."""
+        """Take an agent out of use. `hold`: peers may still write by its endpoint, until the endpoint is revoked."""
         old = self._built.pop(name, None)
         if old is not None:
             if hold:

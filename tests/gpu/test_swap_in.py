@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapInShape
-from kvbridge.kernels.swap_in_device import LARGE_BATCH, SMALL_BATCH, CudaSwapIn
+from kvbridge.kernels.swap_in import LARGE_BATCH, SMALL_BATCH, CudaSwapIn, ReferenceSwapIn, SwapInShape
 from tests.helpers.gpu import SMALL
 from tests.helpers.swap_in_simulation import SwapInSimulation, selections, step_of
 

@@ -207,7 +207,7 @@ class DeviceWrites(Submitter[_Slice]):
             oldest = self._slices[0]
             if self.check(oldest).progress not in {Progress.DONE, Progress.FAILED}:
                 return False
-            self._window.give_back(oldest.operations, oldest.size_bytes)
+            self._window.count(oldest.operations, oldest.size_bytes, batches=-1)
         self._keep_alive = None
         return True
 

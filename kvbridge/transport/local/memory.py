@@ -1,7 +1,7 @@
-"""Memory that a peer on this host shares, within reach of this process for as long as anything is written there.
+"""Memory that a peer on this host shares, in reach of this process as long as anything is written there.
 
-The ranks of a decode node share one host pool, and a new epoch names the old files; a pool of hundreds of GiB is mapped and pinned
-once all the same. A mapping lives as long as somebody holds its `MappedFile`.
+The ranks of a decode node share one host pool, and a new epoch names the old files. A pool of hundreds of GiB is mapped and pinned
+once all the same: the mapping lives as long as somebody holds its `MappedFile`.
 
 While a peer has device memory open its owner must not free it: what happens then is not defined, though the driver keeps the memory
 until the last process lets go of it. Therefore an owner frees device memory only when `Transport.revoked` has said that nobody can
@@ -71,7 +71,7 @@ class MappedFile:
         weakref.finalize(self, _dispose, mapping, self._accesses).atexit = False
 
     def access(self, device: int, offsets: Iterable[int]) -> DeviceAccess:
-        """Have the mapping registered with CUDA in the background; a failed attempt is made again. Extents begin at `offsets`."""
+        """Have the mapping registered with CUDA in the background, again after a failure. Extents begin at `offsets`."""
         with self._lock:
             if not self._accesses or self._accesses[-1].error:
                 extents = [Extent(address=self.address + offset, length_bytes=1) for offset in offsets]
@@ -81,7 +81,7 @@ class MappedFile:
 
 
 def _dispose(mapping: SharedMapping, accesses: list[DeviceAccess]) -> None:
-    """Unmap after the end of the registration, which may take long, so it has a thread of its own."""
+    """Unmap after the end of the registration, on a thread of its own because that may take long."""
     if accesses:
         accesses[-1].close(then=mapping.close)
     else:
@@ -105,15 +105,13 @@ class PeerMemory:
     """Everything that a peer shares, reachable here until the last reference goes."""
 
     def __init__(self, content: LocalEndpoint, *, device: int | None) -> None:
-        """Our `device` will write to the peer's device memory; None for the device that holds the memory.
+        """`device` of this process will write to the peer's device memory; None: the device that holds the memory.
 
-        Raises TransportError, with the reason, when the peer is not to be believed or some of it is out of reach.
+        Raises TransportError when the peer is not to be believed or some of its memory is out of reach.
         """
         claim = content.claim
         if claim is None:
-            raise TransportError(
-                "the peer has registered no shared memory, so the local transport cannot reach any of it"
-            )
+            raise TransportError("the peer has registered no shared memory, so the local transport cannot reach any")
         self.label = f"process {claim.pid}"
         self.fresh: list[MappedFile] = []
         """Files that were not mapped here before."""
@@ -141,7 +139,7 @@ class PeerMemory:
         if content.allocations:
             weakref.finalize(self, apart, close, name="kvbridge-close-memory").atexit = False
         self.extents = Extents(self.label, stretches)
-        """The peer's memory, as announced. Places are devices of this process, and `HOST`."""
+        """The peer's memory, as announced. A place is a device of this process, or `HOST`."""
 
     def accesses(self, device: int) -> list[DeviceAccess]:
         """Have the peer's host memory registered with CUDA, in the background."""
@@ -151,7 +149,7 @@ class PeerMemory:
         return [file.access(device, offsets.get(number, ())) for number, file in enumerate(self._files)]
 
     def register(self, device: int, *, timeout_s: float) -> None:
-        """Have the host memory registered, and wait so long for it. Raises TransportError when that has failed by then."""
+        """Have the host memory registered, and wait up to `timeout_s`. Raises TransportError when that has failed by then."""
         ends_at_s = time.monotonic() + timeout_s
         for access in self.accesses(device):
             access.wait(max(0.0, ends_at_s - time.monotonic()))
@@ -205,10 +203,7 @@ def _opened_allocation(origin: CudaOrigin, device: int | None, stack: ExitStack)
 
 
 def _require_reach(device: int | None, uuid: str) -> None:
-    """Refuse early, and in words, memory at which a device could only fault.
-
-    CUDA decides about a device that this process does not see: it can open the memory of such a device, too.
-    """
+    """Refuse memory at which a device could only fault. CUDA decides about devices that this process does not see."""
     if device is None or device_uuid(device) == uuid:
         return
     try:
@@ -237,13 +232,12 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def populate(file: MappedFile) -> None:
-    """Enter the pages of a fresh mapping into this process's page table, on a thread, until nobody keeps them mapped.
+    """Enter the pages of a fresh mapping into this process's page table, on a thread, until nobody keeps the pages mapped.
 
-    Otherwise the first write through a mapping is three times slower than later ones. Only for a resident file: in others this
-    would allocate pages.
+    Otherwise the first write through a mapping is three times slower than later ones. Only for a resident file: in another file
+    this would allocate pages.
     """
-    work = partial(_populate, weakref.ref(file), file.address, file.length_bytes)
-    apart(work, name="kvbridge-populate")
+    apart(partial(_populate, weakref.ref(file), file.address, file.length_bytes), name="kvbridge-populate")
 
 
 def _populate(kept: weakref.ref[MappedFile], address: int, left_bytes: int) -> None:

@@ -1,12 +1,12 @@
 """The transport within one host: copies from this process's memory into memory that peers share.
 
-Writing needs nothing of the peer: a frozen or dying peer can be written to, since its memory stays mapped here. A copy has arrived
-or not and is never on its way, so every failure is quiet, except on a device that does not finish its copies.
+Writing needs nothing of the peer: its memory stays mapped here when the peer is frozen or dies. A copy has arrived or not and is
+never on its way, so every failure is quiet, except on a device that does not finish its copies.
 
 A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path between the
-devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a peer that shrinks a mapped
-file ends this process with the next copy into it (SIGBUS), and so does, for device copies, a peer that frees device memory before
-its writers are gone (`local.memory`).
+devices), because a pair of ranks that could exchange half its pages is of no use. A peer that shrinks a mapped file ends this
+process with the next copy into it (SIGBUS). For device copies, so does a peer that frees device memory before its writers are gone
+(`local.memory`).
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from kvbridge.transport.windowed import DONE, Check, Submitter, Window, Windowed
 
 NAME = "local"
 SLICE_OPERATIONS = 4096
-"""In a slice that the processor copies: a slice of very short operations takes about a millisecond, too."""
+"""Most in a slice that the processor copies, so that a slice of very short operations takes about a millisecond, too."""
 
 
 class LocalTransport(Backend[PeerMemory]):
-    """Copies of host memory by one thread, which starts with the first copy, and of device memory by this process's device."""
+    """One thread, which starts with the first copy, copies host memory; this process's device copies device memory."""
 
     name: ClassVar[str] = NAME
 
     def __init__(self, settings: LocalSettings, *, epoch: int = 0, clock: Clock = monotonic) -> None:
-        """`epoch`: of the endpoints that this transport gives out."""
+        """`epoch` is that of the endpoints that this transport gives out."""
         super().__init__(clock)
         self._settings = settings
         self._epoch = epoch
         self._parts: dict[Extent, HostFile | None] = {}
-        """Everything that is registered, with the file behind it."""
+        """All registered memory, with the file behind it."""
         self._accesses: dict[DeviceAccess, tuple[Extent, ...]] = {}
         self._proof: Proof | None = None
         self._pump = Pump(NAME)
         self._devices = DeviceCopier(
-            self._make_stream,
+            lambda route: CopyStream(route, kernel_blocks=settings.copy_kernel_blocks),
             slice_bytes=settings.device_slice_bytes,
             quiet_timeout_s=settings.quiet_timeout_s,
             clock=clock,
@@ -103,7 +103,7 @@ class LocalTransport(Backend[PeerMemory]):
         return next(iter(self._memory.places - {HOST}), None)
 
     def endpoint(self) -> Endpoint:
-        """The first call with shared memory registered writes the proof, and the lock file of device memory beside it."""
+        """The first call after shared memory was registered writes the proof, and the lock file of device memory beside it."""
         self._require_open()
         if self._proof is None and (directory := self._proof_directory()) is not None:
             self._proof = Proof(directory)
@@ -137,7 +137,7 @@ class LocalTransport(Backend[PeerMemory]):
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
     def _proof_directory(self) -> Path | None:
-        """The directory of the first shared file, or the configured one; None with nothing to share."""
+        """Return the directory of the first shared file, or the configured one; None with nothing to share."""
         for file in self._parts.values():
             if file is not None:
                 return Path(file.identity.path).parent
@@ -158,7 +158,7 @@ class LocalTransport(Backend[PeerMemory]):
         )
 
     def _opened(self, content: LocalEndpoint) -> PeerMemory:
-        """Open a peer's memory, and register it now because that would hold up the first transfer."""
+        """Open a peer's memory. It is registered now because registering would hold up the first transfer."""
         own = self._device
         memory = PeerMemory(content, device=own)
         if own is not None:
@@ -182,7 +182,7 @@ class LocalTransport(Backend[PeerMemory]):
         return peer
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """Copy by the processor when both ends are host memory, else by the device: all operations of a submission in one way."""
+        """Have the processor copy when both ends are host memory, else the device; one way for all operations of a submission."""
         memory = self._checked(peer, operations)
         here = Operations(operations.source, memory.extents.here(operations.destination), operations.length)
         sources = self._memory.places_of(operations.source)
@@ -244,7 +244,7 @@ class LocalTransport(Backend[PeerMemory]):
                     self._proof = None
 
     def revoked(self, before_epoch: int) -> bool:
-        """Writers have mappings of their own, so each writer must have let go of its mapping, or ended."""
+        """Each writer has a mapping of its own, so each must have let go of its mapping, or ended."""
         devices = {(part.device, part.address) for part in self._parts if part.kind is MemoryKind.VRAM}
         files = {file for file in self._parts.values() if file is not None}
         files.update(*(PROCESS_LOCK_FILES.known(*place) for place in devices))
@@ -255,9 +255,6 @@ class LocalTransport(Backend[PeerMemory]):
             return True
         alone_since_s = self._alone_since_s.setdefault(before_epoch, self._clock())
         return self._clock() - alone_since_s >= self._settings.settle_s
-
-    def _make_stream(self, route: Route) -> CopyStream:
-        return CopyStream(route, kernel_blocks=self._settings.copy_kernel_blocks)
 
 
 class _Copies(Submitter[None]):
@@ -284,7 +281,7 @@ def copy_transfer(
     keep_alive: object = None,
     clock: Clock = monotonic,
 ) -> WindowedTransfer[None]:
-    """Return a transfer between addresses of this process; `keep_alive` keeps them mapped, and is dropped at the end."""
+    """Return a transfer between addresses of this process; until its end it holds `keep_alive`, which keeps them mapped."""
     # A window of its own, since a small transfer never waits for a large one; nothing is ever in flight.
     window = Window(WindowLimits(SLICE_OPERATIONS, slice_bytes, 1.0, SLICE_OPERATIONS, slice_bytes))
     copies = _Copies(operations, keep_alive)

@@ -21,7 +21,7 @@ from kvbridge.transport.base import set_environment
 from kvbridge.transport.threads import start_thread
 
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
-"""The Python forms of C++ exceptions."""
+"""Python's forms of C++ exceptions."""
 _SIOCGIFADDR = 0x8915
 METADATA = "P2PHANDSHAKE"
 """Peers tell each other what they have; there is no metadata server."""
@@ -74,7 +74,7 @@ STATUS_PENDING, STATUS_DONE, STATUS_FAILED, STATUS_UNKNOWN = 0, 1, -1, -2
 
 
 class Engine:
-    """The one reference to the library's engine: nobody else keeps one, because only its destruction ends all its operations."""
+    """The only reference to the library's engine, because only the engine's destruction ends all its operations."""
 
     def __init__(self, library: Library) -> None:
         self._library: Library | None = library
@@ -104,7 +104,7 @@ _process_environment: dict[str, str] = {}
 
 
 def create_library(settings: MooncakeSettings) -> Library:
-    """Import the library with the right environment and start one engine. Raises TransportError, ConfigError."""
+    """Import the library with its environment set, and start one engine. Raises TransportError, ConfigError."""
     wanted = {
         "MC_TRANSFER_TIMEOUT": str(settings.transfer_timeout_s),
         "MC_TCP_PROGRESS_TIMEOUT_SEC": str(settings.progress_timeout_s),
@@ -160,7 +160,7 @@ def why_no_device_memory(protocol: MooncakeProtocol) -> str:
     pieces of 64 KiB. But they report a write as done when the receiver's last copy to the device has been begun, not when it has
     arrived, which is less than `TransferState.DONE` promises.
     """
-    if not any(_is_installed(name) for name in CUDA_DISTRIBUTIONS):
+    if not any(next(importlib.metadata.Distribution.discover(name=name), None) for name in CUDA_DISTRIBUTIONS):
         return (
             "this build of mooncake does not reach device memory; install mooncake-transfer-engine (CUDA 12) or "
             "mooncake-transfer-engine-cuda13 in place of its non-CUDA build"
@@ -173,21 +173,13 @@ def why_no_device_memory(protocol: MooncakeProtocol) -> str:
     return ""
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 # ------------------------------------------------------------------------------------------- calls that wait for a peer
 
 DESCRIPTORS = Path("/proc/self/fd")
 AGAIN_S = 0.02
-"""Between two looks for connections of a call that is late: the call may open another one."""
+"""Between two looks for connections of a late call: the call may open another one."""
 GRACE_S = 2.0
-"""How long a call takes to return once its connections are shut down; only the resolver of host names takes longer."""
+"""Time in which a call returns once its connections are shut down; only the resolver of host names takes longer."""
 
 T = TypeVar("T")
 
@@ -210,16 +202,16 @@ class PeerCall:
         self._known: set[str] = set()
         """Sockets that were there before the present call."""
         self._addresses: frozenset[Address] = frozenset()
-        """Where the connections of a call lead to; empty until the host of the peer has been resolved."""
+        """Ends of the connections of a call; empty until the host of the peer has been resolved."""
         self._late = False
         self._unwanted = False
         self._returned = threading.Event()
         self._returned.set()
 
     def ask(self, function: Callable[[], T], *, timeout_s: float, name: str, late: str) -> T:
-        """Return what the library answers; the call is cut off when it has not ended after `timeout_s`.
+        """Return the library's answer. A call that has not ended after `timeout_s` is cut off, and raises TransportError(`late`).
 
-        `name` says in messages what is done. Raises TransportError: with `late` when the call was cut off.
+        `name` names the work in messages. Raises TransportError.
         """
         self._late = False
         try:
@@ -244,11 +236,11 @@ class PeerCall:
         return found
 
     def cancel(self, _: object = None) -> None:
-        """Cut everything off, and wait for nothing."""
+        """Cut the present call off without waiting for its end."""
         self.end(0.0)
 
     def end(self, timeout_s: float) -> bool:
-        """Cut the present call off, and those that follow. Returns whether none is under way, at the latest after `timeout_s`."""
+        """Cut the present call off, and later ones. Returns whether none is under way, at the latest after `timeout_s`."""
         self._unwanted = True
         self._try_to_cut_off()
         return self._returned.wait(timeout_s)
@@ -270,7 +262,7 @@ class PeerCall:
 
 
 def _sockets() -> list[tuple[str, int]]:
-    """Return every socket of this process: the kernel's name of it, and a descriptor."""
+    """Return every socket of this process: the kernel's name for it, and a descriptor."""
     found = []
     for entry in DESCRIPTORS.iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -281,7 +273,7 @@ def _sockets() -> list[tuple[str, int]]:
 
 
 def interface_address(name: str) -> str:
-    """Return the first IPv4 address of a network interface, empty when it has none or is not there."""
+    """Return the first IPv4 address of a network interface; empty without an address or interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
@@ -291,7 +283,7 @@ def interface_address(name: str) -> str:
 
 
 def _addresses(session: str) -> frozenset[Address]:
-    """The addresses of a session's host, with the port. May wait for a resolver. Raises TransportError for an unknown host."""
+    """Return the addresses of a session's host, with the port. May wait for a resolver. Raises TransportError."""
     host, _, port = session.rpartition(":")
     try:
         found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), None, type=socket.SOCK_STREAM)
@@ -310,7 +302,7 @@ def _plain(address: str) -> IPv4Address | IPv6Address:
 
 
 def _shut_down(descriptor: int, addresses: frozenset[Address]) -> None:
-    """Shut a connection down if it leads to one of these. The library keeps the descriptor, and sees the end of the connection."""
+    """Shut down a connection to one of the addresses. The library keeps the descriptor, and sees the end of the connection."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.family in {socket.AF_INET, socket.AF_INET6} and connection.type is socket.SOCK_STREAM:
             host, port, *_ = connection.getpeername()

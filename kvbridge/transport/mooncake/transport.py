@@ -92,9 +92,7 @@ def _silent(session: str, settings: MooncakeSettings) -> str:
 
 def _limits(settings: MooncakeSettings) -> WindowLimits:
     window_bytes, quiet_s = settings.window_bytes, settings.quiet_timeout_s
-    if (
-        settings.protocol is MooncakeProtocol.TCP
-    ):  # a quarter of the window at a time, so that three are under way meanwhile
+    if settings.protocol is MooncakeProtocol.TCP:  # a quarter of the window at a time: three are under way meanwhile
         operations = settings.window_operations
         return WindowLimits(operations, window_bytes, quiet_s, max(1, operations // 4), window_bytes // 4)
     operations = settings.window_operations * settings.batch_operations
@@ -111,7 +109,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
         self._settings = settings
         self._limits = _limits(settings)
         self._calls: weakref.WeakSet[PeerCall | Waiter] = weakref.WeakSet()
-        """Calls and threads that may hold the engine until they have ended."""
+        """Calls and threads that may keep the engine alive until they have ended."""
         host = interface_address(settings.host) or settings.host
         self._engine = Engine(create_library(settings.model_copy(update={"host": host})))
         host = f"[{host}]" if ":" in host else host
@@ -192,7 +190,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
             )
 
     def _fetch(self, content: MooncakeEndpoint, asked: PeerCall) -> None:
-        """Have the library fetch a peer's description, by an empty write, so that no submission waits for that later."""
+        """Have the library fetch a peer's description, by an empty write, so that no submission has to wait for it."""
         timeout_s = self._settings.metadata_timeout_s
         address, _ = content.extents[0]
         nothing = Operations(*(np.array([number], dtype=np.uint64) for number in (address, address, 0)))
@@ -221,17 +219,16 @@ class MooncakeTransport(Backend[MooncakePeer]):
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         known = self._checked(peer, operations)
-        writes = self._writes(known, operations)
-        transfer: WindowedTransfer[Any] = WindowedTransfer(
+        writes: Submitter[Any]
+        if self._settings.protocol is MooncakeProtocol.TCP:
+            writes = SingleWrites(self._engine, known.session, operations)
+        else:
+            writes = BatchWrites(self._engine, known.session, operations, known.waiter)
+        transfer = WindowedTransfer(
             operations, writes, known.window, peer=known.label, deadline_s=deadline_s, clock=self._clock
         )
         self._transfers[transfer] = peer
         return transfer
-
-    def _writes(self, known: MooncakePeer, operations: Operations) -> Submitter[Any]:
-        if self._settings.protocol is MooncakeProtocol.TCP:
-            return SingleWrites(self._engine, known.session, operations)
-        return BatchWrites(self._engine, known.session, operations, known.waiter)
 
     def close(self) -> None:
         """Takes about a second. Harmless when closed already.

@@ -39,11 +39,11 @@ from kvbridge.transport.threads import start_thread
 from kvbridge.transport.windowed import DONE, PENDING, Check, PartlyStartedError, Progress, Submitter
 
 NO_BATCH = frozenset({-1, 0, 2**64 - 1})
-"""The library's answers instead of a batch id when it took nothing (the type differs between builds)."""
+"""Answers in place of a batch id when the library took nothing (the type differs between builds)."""
 BATCH_DONE, BATCH_FAILED = 0, -1
 REFUSED = -1
 CONVERTED = 1024
-"""How many addresses are made Python numbers at a time."""
+"""Addresses that are made Python numbers at a time."""
 
 WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
 WHY_FAILED = (
@@ -62,7 +62,7 @@ class Singles:
 
 
 class SingleWrites(Submitter[Singles]):
-    """Gives each operation of a transfer by itself, a few with each `start`."""
+    """Gives the library each operation of a transfer by itself, a few with each `start`."""
 
     def __init__(self, engine: Engine, session: str, operations: Operations) -> None:
         self._engine = engine
@@ -128,10 +128,10 @@ class Batch:
 
 
 class BatchWrites(Submitter[Batch]):
-    """Gives the operations of a transfer in batches.
+    """Gives the library the operations of a transfer in batches.
 
-    The first operation of a transfer is given by itself, before all others: a peer that cannot be reached, or whose description
-    cannot be read, is found out then, with nothing under way.
+    The first operation of a transfer is given by itself, before all others. It finds out a peer that cannot be reached, or whose
+    description cannot be read, with nothing else under way.
     """
 
     def __init__(self, engine: Engine, session: str, operations: Operations, waiter: Waiter) -> None:
@@ -161,7 +161,7 @@ class BatchWrites(Submitter[Batch]):
         return batch
 
     def check(self, handle: Batch) -> Check:
-        """Look beyond the oldest batch, too, so that the waiter always has something to ask after."""
+        """Look beyond the oldest batch as well, so that the waiter always has a batch to ask after."""
         while self._polled and self._singles_ended(self._polled[0]):
             batch = self._polled.popleft()
             if batch.others and batch.answer is None:
@@ -197,7 +197,7 @@ class BatchWrites(Submitter[Batch]):
         return single
 
     def _submit_others(self, batch: Batch, first: int, stop: int) -> None:
-        """Give a batch. Notes of a refused one that some of its operations may have been posted before that."""
+        """Give operations in one call. If the library refuses it, it may have posted some of them before."""
         operations = self._operations
         arrays = (operations.source, operations.destination, operations.length)
         submit = self._engine.library.batch_transfer_async_write
@@ -216,7 +216,7 @@ class BatchWrites(Submitter[Batch]):
 
 
 class Waiter:
-    """A thread that asks after batches to one peer, one after the other. The thread ends with the last reference to this."""
+    """A thread that asks after batches to one peer, one after another. It ends with the last reference to the waiter."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
@@ -226,13 +226,13 @@ class Waiter:
         weakref.finalize(self, self._queue.put, None)
 
     def ask(self, batch: Batch) -> None:
-        """Have the thread fill in `answer` of a batch. Raises TransportError when the process may have no more threads now."""
+        """Have the thread fill in `answer` of a batch. Raises TransportError when no thread can be started."""
         if self._thread is None:
             self._thread = start_thread(_answer_all, self._engine, self._queue, name=self._name)
         self._queue.put(batch)
 
     def end(self, timeout_s: float) -> bool:
-        """Ask nothing more. Returns, at the latest after `timeout_s`, whether the library has answered the last question."""
+        """Ask nothing more. Returns whether the library has answered the last question, at the latest after `timeout_s`."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -249,7 +249,7 @@ def _answer_all(engine: Engine, queue: SimpleQueue[Batch | None]) -> None:
 
 
 def _numbers(array: AddressArray) -> Iterator[int]:
-    """Yield an array's elements as Python's numbers, which the library takes."""
+    """Yield the elements of an array as Python numbers."""
     return chain.from_iterable(array[at : at + CONVERTED].tolist() for at in range(0, len(array), CONVERTED))
 
 

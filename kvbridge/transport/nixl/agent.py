@@ -48,14 +48,14 @@ Native = Any
 """An object of the library, which ships no types."""
 
 Side = tuple[MemoryKind, Descriptors]
-"""One side of a transfer, all of one kind of memory."""
+"""One side of a transfer, of one kind of memory."""
 
 _process_settings: dict[str, str] = {}
-"""The environment that the library was loaded with, which it reads once."""
+"""The environment that the library was loaded with."""
 
 
 class NixlExtent(FrozenModel):
-    """One registration, as a peer needs to know it."""
+    """One registration."""
 
     address: Positive
     length_bytes: Positive
@@ -70,7 +70,7 @@ class NixlEndpoint(FrozenModel):
 
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
     metadata: bytes
-    """Read by the library only."""
+    """Only the library reads it."""
     release: Annotated[str, Field(max_length=100)]
     """The release of the library that wrote the metadata."""
     checksum: NonNegative
@@ -95,7 +95,7 @@ class NixlAgent:
         )
         self._errors: tuple[type[Exception], ...] = (*own, RuntimeError, ValueError)
         self.device: int | None = None
-        """The device of the device memory used last; its context is current when a peer's metadata is read."""
+        """The device whose memory was used last; its context is current when a peer's metadata is read."""
         self._segments = {MemoryKind.DRAM: self._library.DRAM_SEG, MemoryKind.VRAM: self._library.VRAM_SEG}
         config = self._library.nixlAgentConfig()
         config.useProgThread = True
@@ -118,7 +118,7 @@ class NixlAgent:
         )
 
     def destroy(self) -> None:
-        """Drop the library's agent. Afterwards nothing of it moves a byte. Harmless when dropped already."""
+        """Drop the library's agent, which moves no byte afterwards. Harmless when dropped already."""
         self._agent = None
 
     def alive(self) -> Native:
@@ -128,7 +128,7 @@ class NixlAgent:
         return self._agent
 
     def register(self, kind: MemoryKind, rows: Descriptors) -> None:
-        """Make memory usable by transfers, on this side and for peers that load the metadata from now on."""
+        """Make memory usable by transfers of this agent, and of peers that load the metadata from now on."""
         self._enter_device(kind, rows)
         with self._translated(f"register {int(rows[:, 1].sum())} bytes of {kind}"):
             self.alive().registerMem(self._library.nixlRegDList(self._segments[kind], rows), [self._backend])
@@ -243,7 +243,7 @@ class NixlAgent:
         return DONE
 
     def release(self, request: int) -> None:
-        """Forget a request, which does not stop it. One that the library will not release dies with the agent."""
+        """Forget a request, which does not stop it. A request that the library will not release dies with the agent."""
         if self._agent is not None:
             with contextlib.suppress(*self._errors):
                 self._agent.releaseXferReq(request)
@@ -274,7 +274,7 @@ class UnclearPostError(TransportError):
 
 
 def environment(settings: NixlSettings) -> dict[str, str]:
-    """Return the environment for UCX. A variable that is set wins over a default, not over a setting."""
+    """Return the environment for UCX. A variable that is set already wins over a default, not over a setting."""
     wanted = {"UCX_TLS": _transports(settings.ucx_tls), "UCX_NET_DEVICES": settings.ucx_net_devices}
     defaults = {"UCX_LOG_LEVEL": settings.log_level}
     if settings.ucx_modules != "auto":
@@ -286,10 +286,9 @@ def environment(settings: NixlSettings) -> dict[str, str]:
 
 
 def load_library(settings: NixlSettings) -> ModuleType:
-    """Import the binding module with the right environment. Raises TransportError, ConfigError."""
-    wanted = environment(settings)
-    settings_read = "ucx_tls, ucx_net_devices, ucx_modules and log_level"
-    set_environment(_process_settings, wanted, library="UCX", settings=settings_read)
+    """Import the binding module with its environment set. Raises TransportError, ConfigError."""
+    read = "ucx_tls, ucx_net_devices, ucx_modules and log_level"
+    set_environment(_process_settings, environment(settings), library="UCX", settings=read)
     package = _package()
     try:
         return importlib.import_module(f"{package}._bindings")
@@ -316,7 +315,7 @@ def _transports(asked: str) -> str:
 
 
 def _package() -> str:
-    """Return the installed build; of two, that of CUDA 13 where the driver is new enough for it."""
+    """Return the installed build; of two builds, that of CUDA 13 where the driver is new enough."""
     builds = PACKAGES[TransportName.NIXL]
     found = [name for name in builds if importlib.util.find_spec(name) is not None]
     if not found:

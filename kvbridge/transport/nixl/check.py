@@ -46,7 +46,7 @@ class PeerCheck:
         self._process = self._started()
 
     def check(self, content: NixlEndpoint, device: int | None) -> None:
-        """Return when a process of its own has survived a description; blocks. Raises TransportError with its last words."""
+        """Return when a process apart has survived a description; blocks. Raises TransportError with its last words."""
         limit_s, agent = self._settings.check_timeout_s, content.agent
         try:
             said = self._ask(_Task(content=content, device=device).model_dump_json().encode())
@@ -98,7 +98,7 @@ CHECKS: HeldThings[NixlSettings, PeerCheck] = HeldThings()  # opened by the firs
 
 
 def main() -> None:
-    """Fork a process for each connection that the worker hands over, until the worker has ended."""
+    """Fork a process for each connection that the rank worker hands over, until the rank worker has ended."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for number in (signal.SIGINT, signal.SIGCHLD):  # Ctrl-C goes to the whole group; the worker decides when we end
         signal.signal(number, signal.SIG_IGN)
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def _read(connection: socket.socket, settings: NixlSettings) -> None:
-    """Do what the rank worker is about to do, send the verdict, and end the process."""
+    """Load the metadata as the rank worker is about to do, send the verdict, and end the process."""
     for standard in (0, 1, 2):
         os.dup2(connection.fileno(), standard)  # the library's last words are an answer, too
     verdict = b""

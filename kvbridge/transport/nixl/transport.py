@@ -83,7 +83,7 @@ class NixlPeer:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Requests of one batch that have not ended: one for each pair of memory kinds among its operations."""
+    """The requests of one batch that have not ended: one for each pair of memory kinds among its operations."""
 
     requests: list[int]
     failure: str = ""
@@ -93,8 +93,6 @@ class _Batch:
 
 
 class _Writes(Submitter[_Batch]):
-    """Submits the operations of one transfer."""
-
     def __init__(self, agent: NixlAgent, peer: NixlPeer, own: Extents, operations: Operations) -> None:
         self._agent = agent
         self._peer = peer
@@ -153,7 +151,7 @@ class NixlTransport(Backend[NixlPeer]):
             settings.batch_bytes,
         )
         self._uses: Counter[str] = Counter()
-        """Attempts to connect, and peers, by agent: those that the library may know."""
+        """Attempts to connect, and peers, by agent: the library may know these agents."""
         self._lock = threading.Lock()
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
@@ -215,9 +213,8 @@ class NixlTransport(Backend[NixlPeer]):
         )
 
     def _connected(self, content: NixlEndpoint) -> NixlPeer:
-        """Have a process apart read the peer's metadata first."""
         name = content.agent
-        self._check.check(content, self._agent.device)
+        self._check.check(content, self._agent.device)  # a process apart reads the metadata first
         with self._lock:
             self._uses[name] += 1
         try:
@@ -232,7 +229,7 @@ class NixlTransport(Backend[NixlPeer]):
             raise
 
     def _take(self, known: NixlPeer) -> Peer:
-        """Keep one window for a peer that has registered more memory and was connected again."""
+        """Keep the window of a peer that has registered more memory and was connected again."""
         others = [peer.window for peer in self._peers.values() if peer.agent == known.agent]
         return super()._take(replace(known, window=others[0]) if others else known)
 
@@ -247,8 +244,8 @@ class NixlTransport(Backend[NixlPeer]):
         transfer = WindowedTransfer(
             operations, writes, known.window, peer=known.label, deadline_s=deadline_s, clock=self._clock
         )
-        self._pump.add(transfer)
         self._transfers[transfer] = peer
+        self._pump.add(transfer)
         return transfer
 
     def close(self) -> None:

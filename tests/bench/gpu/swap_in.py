@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvbridge.kernels.swap_in_device import CudaSwapIn
+from kvbridge.kernels.swap_in import CudaSwapIn
 from tests.bench.gpu import swap_in_model, timing
 
 FULL = (((4096, (512, 1024, 2048)), (1024, (512,))), (1, 4, 16, 64, swap_in_model.MOST_BATCH), (0, 2, 10, 50, 100))

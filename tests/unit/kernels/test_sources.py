@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from kvbridge.kernels import copies, digest, swap_in_device
+from kvbridge.kernels import copies, digest, swap_in
 from kvbridge.kernels.cuda.programs import Source, compile_for
 from kvbridge.kernels.swap_in import SwapInShape
 
@@ -18,9 +18,9 @@ AS_USED = [
     copies.source(),
     digest.source(),
     *(
-        swap_in_device.source(SwapInShape(hot_rows=hot, ring_rows=128, max_rows=rows, top_k=top_k), form)
+        swap_in.source(SwapInShape(hot_rows=hot, ring_rows=128, max_rows=rows, top_k=top_k), form)
         for hot, rows, top_k in ((1024, 32_768, 512), (4096, 32_768, 1024), (4096, 262_144, 2048))
-        for form in (swap_in_device.SMALL_BATCH, swap_in_device.LARGE_BATCH)
+        for form in (swap_in.SMALL_BATCH, swap_in.LARGE_BATCH)
     ),
 ]
 
