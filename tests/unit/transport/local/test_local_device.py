@@ -90,7 +90,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         if uuid == UNREACHABLE:
             raise UnsupportedError("cuda:0 cannot reach the memory of cuda:1 directly")
 
-    def stream(self: LocalTransport, route: Route) -> FakeStream:
+    def stream(route: Route, *, kernel_blocks: int) -> FakeStream:
         seen.streams[route] = FakeStream(route, at_once=True, slice_operations=64)
         return seen.streams[route]
 
@@ -100,7 +100,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(local_memory, "_require_reach", reach)
     monkeypatch.setattr(local_gpu, "HostRegistration", Registration)
     monkeypatch.setattr(local, "has_accelerator", lambda: seen.gpu)
-    monkeypatch.setattr(LocalTransport, "_make_stream", stream)
+    monkeypatch.setattr(local, "CopyStream", stream)
     return seen
 
 
