@@ -28,14 +28,14 @@ SEGMENT_BYTES = 4096
 """Bytes that a warp copies at once."""
 THREADS = 512
 DEFAULT_BLOCKS = 32
-"""Enough to read host memory at the speed of the link; between devices more are faster."""
+"""Enough to read host memory at the speed of the link; between devices more blocks are faster."""
 
 
 class StretchCopier(Closing):
     """Copies stretches of device memory, of host memory that is registered with CUDA, and of peers' device memory.
 
     For one thread at a time. Nothing on the host waits. Staging for the arrays of all submissions that run at once (about 60 bytes
-    an operation on either side) is kept and reused. Without a device the processor copies, and is done when `submit` returns.
+    an operation on either side) is kept and reused. Without a device the processor copies, and `submit` returns when it is done.
     """
 
     def __init__(self, device: int | None, *, blocks: int = DEFAULT_BLOCKS) -> None:
@@ -68,7 +68,7 @@ class StretchCopier(Closing):
         staging.record(stream)
 
     def reserve(self, operations: int, submissions: int) -> None:
-        """Get ready for so many submissions at once of so many operations, so that none of them allocates."""
+        """Allocate what `submissions` at once of so many operations need, so that none of them allocates."""
         if self._staging is not None:
             self._staging.reserve(operations * (3 * 8 + 4), submissions)
 
@@ -94,7 +94,7 @@ GATHER_BELOW_BYTES = 8192
 GATHER_BUFFER_BYTES = 128 * 1024
 """Fits into a core's second-level cache, so that the scatter finds the bytes there."""
 GATHER_AT_LEAST = 16
-"""Fewer stretches of one length are not worth the set-up of about 10 us."""
+"""Fewer stretches of one length are not worth 10 us of set-up."""
 
 _memmove = ctypes.CDLL(None).memmove
 _memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -23,7 +23,7 @@ from kvbridge.kernels.cuda import programs, runtime
 from kvbridge.kernels.cuda.staging import DeviceBytes, Segments, StagingPool
 
 _INVERTED = 0xFFFFFFFF
-"""The library inverts the register before and after; with this as its start, the inversion before is undone."""
+"""The start value that undoes the library's inversion of the register before the first byte; it inverts after the last one, too."""
 
 _lock = threading.Lock()
 _devices: dict[int, DeviceDigest] = {}

@@ -39,16 +39,17 @@ log = structlog.get_logger(__name__)
 EXIT_FAILED = 3
 """The worker could not serve; the reason was reported to the node."""
 CLOSE_ANSWER_S = 2.0
-"""A worker that has closed its transports waits this long for the node's answer. Then it ends all the same, and the node waits for
-the end of its process."""
+"""Time that a worker that has closed its transports waits for the node's answer. Without an answer it ends all the same, and the
+node waits for the end of its process."""
 CLOSE_MARGIN_S = 2.0
 """Time for closing transports beyond their own time limits: a library's engine takes a second."""
 _STAYING: list[ExitStack] = []
-"""Stacks that would undo the memory of workers that did not close: their transports may reach it until the process ends."""
+"""Stacks that would undo the memory of workers that did not close: their transports may reach this memory until the process
+ends."""
 
 
 def serve(given: argparse.Namespace) -> int:
-    """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
+    """Serve one rank until the node says Shutdown or is gone. Return the exit code."""
     rank = Rank(pp=given.pp, tp=given.tp)
     names = {"role": given.role, "instance": given.instance, "node": given.node, "rank": str(rank)}
     os.set_inheritable(given.log_descriptor, False)  # no child may hold it open
@@ -84,9 +85,9 @@ def serve_rank(
 ) -> None:
     """Serve one rank until the node says Shutdown or `stopped()` is true.
 
-    `adopted` is the device memory that this process brings. A failure is reported to the node, and raised. On return and on a raise
-    every transport is closed. When that is impossible, it raises UnclosedError and all memory stays as it is. Raises NoNodeError
-    when nothing had begun.
+    `adopted` is the device memory that this process brings. A failure is reported to the node, and raised. Afterwards every
+    transport is closed; when one cannot be closed, UnclosedError is raised and all memory stays as it is. NoNodeError: nothing had
+    begun.
     """
     try:
         link.send(WorkerHello(rank=rank, pid=os.getpid(), adopted=bool(adopted)))
@@ -127,7 +128,7 @@ def serve_rank(
 
 
 def _say_closed(link: NodeLink, rank: Rank) -> None:
-    """Tell the node that peers can write to nothing here any more, and wait for its answer."""
+    """Tell the node that no peer can write here any more, and wait for the node's answer."""
     try:
         link.send(WorkerClosed(rank=rank))
         deadline_s = time.monotonic() + CLOSE_ANSWER_S
@@ -177,10 +178,11 @@ def bring_memory(
     *,
     on_progress: Progress,
 ) -> RankIdentity:
-    """Map the node's memory, make what the node asks for on the GPU, and adopt what this process brings; `stack` undoes it.
+    """Map the node's memory, make the node's pool on the GPU, and adopt what this process brings; `stack` undoes all of it.
 
-    Only device memory that was made stays: others may have it open until this process ends (see `MemoryPool`). `on_progress` is
-    called while the host pool and the host copies are page-locked. Raises RegistrationError, InvalidInputError, UnsupportedError.
+    Only device memory that was made stays, because other processes may have it open until this one ends (see `MemoryPool`).
+    `on_progress` is called while the host pool and the host copies are page-locked. Raises RegistrationError, InvalidInputError,
+    UnsupportedError.
     """
     mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))
     kept = stack.enter_context(MappedRegions(setup.twins))
@@ -238,7 +240,7 @@ def bring_memory(
 def _exported(adopted: Sequence[Region], stack: ExitStack, *, required: bool) -> list[Extent]:
     """Export the engine's device memory to other processes of the host, each allocation once.
 
-    `required`: raise an error for memory that cannot be shared, since the `local` transport is to reach it.
+    Raises RegistrationError for memory that cannot be shared if that is `required`, because the `local` transport is to reach it.
     """
     allocations: list[Extent] = []
     for region in adopted:

@@ -1,4 +1,4 @@
-"""One rank at work: the loop that executes the node's orders with the rank's transport agents.
+"""One rank at work: the loop that executes the node's orders by the rank's transport agents.
 
 When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`). Once the successor is there, new
 transfers go through the successor, and the old transport is closed when its other transfers have ended. Only then is a room of that

@@ -108,9 +108,9 @@ _SLACK_NS = 1_000
 class Pauses:
     """The length of a worker's pauses while nothing moves. Used by one thread.
 
-    A GPU sends no signal when its work ends, so a worker sees the end of a transfer, or the point that an engine's stream reaches,
-    only when it polls. Where a GPU copies, a pause is a fiftieth of the time since something moved last. A transfer of 2 ms is
-    reported within 40 us, and an engine that computes for a second is polled no more often than a copy by the processor.
+    A GPU sends no signal when its work ends, so a worker sees the end of a transfer, or a point in an engine's stream, only when it
+    polls. Where a GPU copies, a pause is a fiftieth of the time since something moved last. A transfer of 2 ms is reported within
+    40 us, and an engine that computes for a second is polled no more often than a copy by the processor.
     """
 
     def __init__(self, clock: Clock, *, with_gpu: bool) -> None:
@@ -120,7 +120,7 @@ class Pauses:
         self._moved_s = clock()
 
     def sleep_precisely(self) -> None:
-        """Have the calling thread wake on time: by default Linux lets it sleep for up to 50 us longer."""
+        """Have the calling thread wake on time: by default Linux lets a thread sleep for up to 50 us longer."""
         if self._with_gpu:
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, _SLACK_NS, 0, 0, 0)
 
