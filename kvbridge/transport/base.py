@@ -106,16 +106,10 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
-
-    @property
-    @abstractmethod
-    def max_operation_bytes(self) -> int:
-        """Longer operations must be cut before `submit`."""
-
-    @property
-    def operation_cost_bytes(self) -> int:
-        """Bytes that take as long as one more operation: up to so many dead bytes are sent to save an operation."""
-        return 0
+    max_operation_bytes: int
+    """Longer operations must be cut before `submit`."""
+    operation_cost_bytes: int = 0
+    """Bytes that take as long as one more operation: up to so many dead bytes are sent to save an operation."""
 
     @abstractmethod
     def register(self, memory: Sequence[Extent]) -> None:
@@ -273,7 +267,8 @@ ContentT = TypeVar("ContentT", bound=BaseModel)
 class Backend(Transport, Generic[PeerT]):
     """An agent with its memory and its peers."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, *, max_operation_bytes: int) -> None:
+        self.max_operation_bytes = max_operation_bytes
         self._clock = clock
         self._memory = Extents("this process")
         self._peers: dict[Peer, PeerT] = {}

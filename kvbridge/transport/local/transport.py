@@ -54,7 +54,8 @@ class LocalTransport(Backend[PeerMemory]):
 
     def __init__(self, settings: LocalSettings, *, epoch: int = 0, clock: Clock = monotonic) -> None:
         """`epoch` is that of the endpoints that this transport gives out."""
-        super().__init__(clock)
+        # A slice is copied as a whole, so longer operations would hold up other transfers.
+        super().__init__(clock, max_operation_bytes=settings.slice_bytes)
         self._settings = settings
         self._epoch = epoch
         self._parts: dict[Extent, HostFile | None] = {}
@@ -70,11 +71,6 @@ class LocalTransport(Backend[PeerMemory]):
         )
         self._alone_since_s: dict[int, float] = {}
         """By epoch: since when no writer of an earlier one was seen."""
-
-    @property
-    def max_operation_bytes(self) -> int:
-        """Longer operations would hold up other transfers: a slice is copied as a whole."""
-        return self._settings.slice_bytes
 
     def _require_open(self) -> None:
         self._pump.require_open()

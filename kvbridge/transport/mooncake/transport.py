@@ -105,7 +105,8 @@ class MooncakeTransport(Backend[MooncakePeer]):
     name: ClassVar[str] = NAME
 
     def __init__(self, settings: MooncakeSettings, *, clock: Clock = monotonic) -> None:
-        super().__init__(clock)
+        super().__init__(clock, max_operation_bytes=settings.max_operation_bytes)
+        self.operation_cost_bytes = settings.dead_bytes
         self._settings = settings
         self._limits = _limits(settings)
         self._calls: weakref.WeakSet[PeerCall | Waiter] = weakref.WeakSet()
@@ -114,14 +115,6 @@ class MooncakeTransport(Backend[MooncakePeer]):
         self._engine = Engine(create_library(settings.model_copy(update={"host": host})))
         host = f"[{host}]" if ":" in host else host
         self._session = f"{host}:{self._engine.library.get_rpc_port()}"
-
-    @property
-    def max_operation_bytes(self) -> int:
-        return self._settings.max_operation_bytes
-
-    @property
-    def operation_cost_bytes(self) -> int:
-        return self._settings.dead_bytes
 
     def _require_open(self) -> None:
         _ = self._engine.library

@@ -141,7 +141,7 @@ class NixlTransport(Backend[NixlPeer]):
     name: ClassVar[str] = NAME
 
     def __init__(self, settings: NixlSettings, *, clock: Clock = monotonic) -> None:
-        super().__init__(clock)
+        super().__init__(clock, max_operation_bytes=settings.max_operation_bytes)
         self._settings = settings
         self._limits = WindowLimits(
             settings.window_operations,
@@ -157,10 +157,6 @@ class NixlTransport(Backend[NixlPeer]):
         self._agent = NixlAgent(settings)
         self._check = CHECKS.hold(settings, lambda: PeerCheck(settings))
         self._closed = False
-
-    @property
-    def max_operation_bytes(self) -> int:
-        return self._settings.max_operation_bytes
 
     def _require_open(self) -> None:
         self._agent.alive()

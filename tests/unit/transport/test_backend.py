@@ -40,10 +40,9 @@ class Plain(Backend[Known]):
     """A backend whose library takes everything, unless it is told to refuse."""
 
     name = "plain"
-    max_operation_bytes = 4096
 
     def __init__(self) -> None:
-        super().__init__(monotonic)
+        super().__init__(monotonic, max_operation_bytes=4096)
         self.registered: list[Extent] = []
         self.refusal = ""
         self.closed = False
