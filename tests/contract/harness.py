@@ -55,8 +55,7 @@ class Backend:
     module: str
     """The library behind it, empty for none; of several, separated by "|", the first that is installed."""
     outlives_peer: bool = False
-    """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached
-    directly."""
+    """Whether a write can succeed although the peer's process is dead or stopped, since its memory is reached directly."""
     source: MemoryKind = MemoryKind.DRAM
     destination: MemoryKind = MemoryKind.DRAM
     faults: FaultySettings | None = None
@@ -151,8 +150,7 @@ def require_library(backend: Backend) -> None:
 
 
 class PeerProcess:
-    """A process that owns a registered buffer; see tests/helpers/transport_peer.py. A context manager: leaving kills
-    it."""
+    """A process that owns a registered buffer; see tests/helpers/transport_peer.py. A context manager: leaving kills it."""
 
     def __init__(
         self, backend: Backend, path: Path, length_bytes: int, *, extents: list[tuple[int, int]] | None = None

@@ -22,8 +22,7 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.layout import Extent
 from kvbridge.transport.base import Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.mooncake import transport as mooncake
-from kvbridge.transport.mooncake.transport import MooncakePeer, MooncakeTransport
-from kvbridge.transport.mooncake.writes import BatchWrites
+from kvbridge.transport.mooncake.transport import MooncakeTransport
 from kvbridge.transport.windowed import WindowLimits
 from tests.contract.conftest import BUFFER_BYTES, MIB
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, require_library, wait
@@ -329,10 +328,6 @@ def test_the_library_itself_takes_batches(shm: Path, monkeypatch: pytest.MonkeyP
         operations=1024, bytes=4 * MIB, quiet_timeout_s=0.2, batch_operations=64, batch_bytes=MIB // 2
     )
 
-    def in_batches(self: MooncakeTransport, known: MooncakePeer, given: Operations) -> BatchWrites:
-        return BatchWrites(self._engine, known.session, given, known.waiter)
-
-    monkeypatch.setattr(MooncakeTransport, "_writes", in_batches)
     monkeypatch.setattr(mooncake, "_limits", lambda _: limits)
     transport = backend.create()
     source = backend.source_buffer(shm / "source", BUFFER_BYTES)
@@ -340,6 +335,8 @@ def test_the_library_itself_takes_batches(shm: Path, monkeypatch: pytest.MonkeyP
         with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
             transport.register([source.memory()])
             pair = Pair(transport, source, process, connect(transport, process.endpoint))
+            assert isinstance(transport, MooncakeTransport)
+            transport._settings = transport._settings.model_copy(update={"protocol": MooncakeProtocol.RDMA})
             pair.reset()
             for size_bytes, count in ((16_384, 1_000), (100, 300), (3 * MIB, 8)):
                 status = pair.move(pair.blocks(size_bytes, count), deadline_s=60.0)

@@ -1,8 +1,8 @@
 """Every backend keeps the promise of silence: peers that die, freeze or come back, and transfers that are given up.
 
-The frozen peer is the heart of it. Both libraries went on delivering a source page's *new* contents after they had
-reported its transfer as failed, which hands one request's cache to another. After FAILED_QUIET no byte written
-into the source later may arrive; after FAILED_NOT_QUIET none may once the transport has been closed.
+The frozen peer is the heart of it. Both libraries went on delivering a source page's *new* contents after they had reported its
+transfer as failed, which hands one request's cache to another. After FAILED_QUIET no byte written into the source later may arrive;
+after FAILED_NOT_QUIET none may once the transport has been closed.
 """
 
 import contextlib
