@@ -160,7 +160,7 @@ def why_no_device_memory(protocol: MooncakeProtocol) -> str:
     pieces of 64 KiB. But they report a write as done when the receiver's last copy to the device has been begun, not when it has
     arrived, which is less than `TransferState.DONE` promises.
     """
-    if not any(next(importlib.metadata.Distribution.discover(name=name), None) for name in CUDA_DISTRIBUTIONS):
+    if not any(True for name in CUDA_DISTRIBUTIONS for _ in importlib.metadata.distributions(name=name)):
         return (
             "this build of mooncake does not reach device memory; install mooncake-transfer-engine (CUDA 12) or "
             "mooncake-transfer-engine-cuda13 in place of its non-CUDA build"

@@ -217,7 +217,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
             writes = SingleWrites(self._engine, known.session, operations)
         else:
             writes = BatchWrites(self._engine, known.session, operations, known.waiter)
-        transfer = WindowedTransfer(
+        transfer: WindowedTransfer[Any] = WindowedTransfer(
             operations, writes, known.window, peer=known.label, deadline_s=deadline_s, clock=self._clock
         )
         self._transfers[transfer] = peer

@@ -62,7 +62,7 @@ kvbridge.transport.create_transport("mooncake", TransportSettings())
 print("mooncake.engine" in sys.modules, any(name.startswith("nixl") for name in sys.modules))
 """
     assert python(code).splitlines() == [
-        "['kvbridge.transport.base', 'kvbridge.transport.base', 'kvbridge.transport.threads']",
+        "['kvbridge.transport.base', 'kvbridge.transport.threads']",
         "True False",
     ]
 
@@ -70,7 +70,7 @@ print("mooncake.engine" in sys.modules, any(name.startswith("nixl") for name in 
 def test_device_memory_is_refused_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The library would take it over TCP, and say that it is written before it is."""
     installed: set[str] = set()
-    monkeypatch.setattr(mooncake_library, "_is_installed", installed.__contains__)
+    monkeypatch.setattr(mooncake_library.importlib.metadata, "distributions", lambda name: installed & {name})
     assert "non-CUDA build" in why_no_device_memory(MooncakeProtocol.RDMA)
     for distribution in mooncake_library.CUDA_DISTRIBUTIONS:
         installed.clear()
