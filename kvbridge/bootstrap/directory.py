@@ -254,9 +254,7 @@ def _reasons_of_first(listing: list[InstanceView]) -> str:
 
 def _owned(record: NodeRecord | None, instance: str, node: str, incarnation: str) -> NodeRecord:
     if record is None:
-        raise errors.NotFoundError(
-            f"node '{node}' of instance '{instance}' is not registered (any more): register again"
-        )
+        raise errors.NotFoundError(f"node '{node}' of instance '{instance}' is not registered now: register again")
     if record.registration.incarnation != incarnation:
         raise errors.StaleError(
             f"node '{node}' of instance '{instance}' is now incarnation {record.registration.incarnation} at "

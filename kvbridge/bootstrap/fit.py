@@ -114,13 +114,11 @@ class Ranking:
             yield PrefixGuessed(role=role.value, guess=judge(end.instance, held_tokens, self._guessed, of_role).value)
 
 
-def _option(
-    instance: Instance, request: PairRequest, known: dict[tuple[str, ...], Pages], held: float
-) -> Option | None:
+def _option(one: Instance, request: PairRequest, known: dict[tuple[str, ...], Pages], held: float) -> Option | None:
     """Return None when the pools could never hold the request. `known`: the demands of nodes by kind, so far."""
     needed: Pages = {}
     share = 1.0
-    for record in instance.nodes:
+    for record in one.nodes:
         entry = record.entry
         if (found := known.get(entry.kind)) is None:
             found = known[entry.kind] = demand(entry.registration, request)
@@ -128,7 +126,7 @@ def _option(
         share = min(share, _share_left(record, needed))
         if share < 0 and any(0 < record.beat.load.total_pages.get(space, 0) < count for space, count in needed.items()):
             return None
-    return Option(share < 0, -share - HELD_WEIGHT * held, instance.rooms, instance.name, instance, needed)
+    return Option(share < 0, -share - HELD_WEIGHT * held, one.rooms, one.name, one, needed)
 
 
 def demand(registration: NodeRegistration, request: PairRequest) -> Pages:

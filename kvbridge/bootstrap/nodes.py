@@ -7,15 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 
-from kvbridge.api.directory import (
-    ControlMode,
-    InstanceView,
-    Name,
-    NodeHeartbeat,
-    NodeRegistration,
-    NodeView,
-    TicketEnd,
-)
+from kvbridge.api import directory as api
+from kvbridge.api.directory import InstanceView, NodeHeartbeat, NodeRegistration, NodeView, TicketEnd
 from kvbridge.core import errors
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
@@ -35,7 +28,7 @@ class NodeEntry(FrozenModel):
     registration: NodeRegistration
     epoch: Positive = 1
     """Counts the incarnations seen under this name."""
-    replaced: tuple[Name, ...] = ()
+    replaced: tuple[api.Name, ...] = ()
     """Former incarnations, oldest first."""
 
     @property
@@ -289,10 +282,8 @@ def check_registration(registration: NodeRegistration) -> None:
         if not registration.geometry.component(kind).host_capable:
             raise errors.InvalidInputError(f"{who}: component '{kind}' cannot live in its host pool")
     modes, control = set(registration.meets_by), registration.control
-    if registration.role is Role.PREFILL and control and (modes == {ControlMode.CURVE}) != bool(control.public_key):
-        raise errors.InvalidInputError(
-            f"{who} meets others by {modes_text(registration)}, and its control address differs"
-        )
+    if registration.role is Role.PREFILL and control and (modes == {api.ControlMode.CURVE}) != bool(control.public_key):
+        raise errors.InvalidInputError(f"{who} meets others by {modes_text(registration)}; its control address differs")
     try:
         stage_layers(registration.geometry.layer_count, registration.pp_size, 0, registration.stage_boundaries)
     except errors.InvalidInputError as error:
@@ -302,9 +293,7 @@ def check_registration(registration: NodeRegistration) -> None:
     seen: set[Rank] = set()
     for rank in registration.ranks:
         if rank.pp >= registration.pp_size or rank.tp >= registration.tp_size:
-            raise errors.InvalidInputError(
-                f"{who}: no rank {rank} in {registration.pp_size} stages x {registration.tp_size}"
-            )
+            raise errors.InvalidInputError(f"{who}: no rank {rank} in {registration.pp_size} x {registration.tp_size}")
         if rank in seen:
             raise errors.InvalidInputError(f"{who}: rank {rank} is listed twice")
         seen.add(rank)

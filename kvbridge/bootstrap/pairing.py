@@ -200,7 +200,7 @@ class PairingService:
                 return claim
             if wanted is not None:
                 raise errors.ConflictError(
-                    f"room {room} is in use since {claim.age_s:.0f} s: draw another id, or cancel it"
+                    f"room {room} is in use (paired {claim.age_s:.0f} s ago): draw another id, or cancel it first"
                 )
         raise errors.IntegrityError(f"{DRAWS} random room ids in a row were in use")
 
@@ -342,7 +342,7 @@ class PairingService:
             code = errors.DeadlineError.code
             waited = f" after its wait of {admission.wait_s:g} s" if admission.wait_s else ""
             raise errors.DeadlineError(
-                f"{url} did not answer within {limit_s:g} s{waited} (timeouts.reserve_s)"
+                f"{url} gave no answer within {limit_s:g} s{waited} (timeouts.reserve_s)"
             ) from error
         except errors.BridgeError as error:
             code = error.code

@@ -72,7 +72,7 @@ class BenchOptions:
     overrides: SetOption = None
     host: Annotated[
         str,
-        typer.Option(metavar="ADDRESS", help="This host's address for Mooncake. Default: as configured, or routed."),
+        typer.Option(metavar="ADDRESS", help="This host's address for Mooncake. Default: configured, or routed."),
     ] = ""
     server_key: Annotated[
         str, typer.Option(metavar="KEY", help="Public key of the other side. Default: that of our own pair.")

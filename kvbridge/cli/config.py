@@ -73,7 +73,7 @@ SetOption = Annotated[
 
 InsecureOption = Annotated[
     bool,
-    typer.Option("--insecure", help="Allow endpoints that the network can reach without keys and without a token."),
+    typer.Option("--insecure", help="Allow endpoints that the network can reach without keys and token."),
 ]
 
 

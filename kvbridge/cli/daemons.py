@@ -108,7 +108,7 @@ class RouterOptions:
     ] = None
     bootstrap: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Take the servers from this directory: the engine_url of its nodes."),
+        typer.Option(metavar="URL", help="Take the servers from this directory, by their engine_url."),
     ] = None
     order: Annotated[
         DispatchOrder | None,

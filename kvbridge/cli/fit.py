@@ -47,7 +47,7 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     host_memory: Annotated[str, typer.Option("--host-memory", help="See --device-memory; of the node: 1TiB.")] = "",
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Print how much of this trace's prompts pools would keep instead."),
+        typer.Option(metavar="FILE", help="Print how much of this trace pools would keep instead."),
     ] = None,
     pools: Annotated[
         str, typer.Option("--pool", help="With --trace: sizes, by commas; 4GiB+60GiB is a host tier below a pool.")

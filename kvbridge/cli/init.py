@@ -243,9 +243,7 @@ def _tell(folder: Path, cluster: InitialCluster) -> None:
     if not cluster.one_host and importlib.util.find_spec("mooncake") is None:
         typer.echo(f"these need Mooncake, which is not installed ({WITH_LIBRARIES}); or init with --one-host")
     if any(not is_loopback(host) for host in cluster.hosts.values()):
-        typer.echo(
-            f"copy {folder} to each machine, without the secret keys (*.key) of others, and start its role there:"
-        )
+        typer.echo(f"copy {folder} to each machine, without the secret keys (*.key) of others, and start its role:")
         typer.echo(f"  kvbridge ROLE --config {folder}/ROLE.yaml")
     else:
         typer.echo(f"next: kvbridge up {folder}")

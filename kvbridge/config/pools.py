@@ -233,6 +233,6 @@ class DecodePools(PrefillPools):
     def _check_host(self) -> Self:
         if self.host.memory is MemoryOwner.ADOPTED and self.memory is not MemoryOwner.ADOPTED:
             raise ValueError(
-                "host.memory is adopted and memory is owned: an engine brings host memory beside device memory"
+                "host.memory is adopted and memory is owned: engines bring host memory beside device memory"
             )
         return self

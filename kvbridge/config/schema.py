@@ -159,7 +159,7 @@ class DecodeConfig(DaemonConfig):
             )
         if len(self.pools.host.components) != 1:
             raise ValueError(
-                "sparse is set, so pools.host.components must name one component, which is decoded sparsely"
+                "sparse is set, so pools.host.components must name one component, the one of sparse decode"
             )
         slots = self.pools.device.request
         if slots > self.sparse.max_requests:

@@ -212,7 +212,5 @@ class TierConfig(FrozenModel):
             if getattr(self, key) is not None and not self.enabled:
                 raise ValueError(f"{key} is set but nothing is cached: set enabled to true, or {key} to null")
         if self.store is not None and self.host is None:
-            raise ValueError(
-                "store is set but host is not: its pages come to host memory first; set host, or store to null"
-            )
+            raise ValueError("store is set but host is not: pages go through host memory; set host, or store to null")
         return self

@@ -91,7 +91,7 @@ class MooncakeSettings(FrozenModel):
         _require_window(self.max_operation_bytes, self.batch_bytes, self.window_bytes)
         if ":" in self.host and not self.ipv6:
             raise ValueError(
-                f"host '{self.host}' is an IPv6 address or carries a port: give no port, and set ipv6 for IPv6"
+                f"host '{self.host}' is an IPv6 address or has a port: give no port, and set ipv6 for IPv6"
             )
         return self
 

@@ -267,9 +267,8 @@ def concluded(plan: Plan, requests: list[Report], pages_left: int) -> Report:
             found = request["comparison"]
             at = found["first_difference"]
             where = f"decode step {at}" if at else "the prompt's own logits"
-            first = (
-                f" (request {request['number']}: first at {where}, logits by up to {found['largest_difference']:.3g})"
-            )
+            apart = f"{found['largest_difference']:.3g}"
+            first = f" (request {request['number']}: first at {where}, logits by up to {apart})"
         verdict = f"DIFFERENT: {len(differing)} of {len(requests)} requests gave other logits than {reference}{first}"
     held = ("prefix_tokens", "computed_tokens") if options.turns else ()
     reused = all(any(request[name] for request in requests) for name in held)

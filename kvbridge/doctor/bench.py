@@ -255,9 +255,7 @@ class Trial:
         try:
             answer = Answer.model_validate_json(self.client.ask(question.model_dump_json().encode()), extra="ignore")
         except ValidationError as error:
-            raise errors.PeerError(
-                f"the other side answers something else: is it bench-peer --listen? ({error})"
-            ) from error
+            raise errors.PeerError("the other side answers something else; is it bench-peer --listen?") from error
         if answer.error:
             raise errors.PeerError(f"the other side: {answer.error}")
         return answer

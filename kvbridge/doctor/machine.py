@@ -35,9 +35,7 @@ CUDA_13_DRIVER = 580
 DRIVER_CURE = (
     "in a container: docker run --gpus all (kubernetes: nvidia.com/gpu), else install the driver; then: nvidia-smi"
 )
-FILES_CURE = (
-    "raise the hard limit: systemd LimitNOFILE=1048576; docker --ulimit nofile=1048576; /etc/security/limits.conf"
-)
+FILES_CURE = "raise the hard limit: systemd LimitNOFILE=1048576; docker --ulimit nofile=1048576; limits.conf"
 
 
 class Directory(FrozenModel):

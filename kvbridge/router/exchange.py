@@ -186,10 +186,8 @@ class Router:
         limit_s = self.config.timeouts.health_s
         with self.place():
             try:
-                async with (
-                    asyncio.timeout(limit_s),
-                    self.servers.upstream.get(f"{server.url}/v1/models", headers) as found,
-                ):
+                upstream = self.servers.upstream
+                async with asyncio.timeout(limit_s), upstream.get(f"{server.url}/v1/models", headers) as found:
                     return found.status, await found.read()
             except TimeoutError:
                 raise DeadlineError(f"{server} listed no models within {limit_s:g} s (timeouts.health_s)") from None

@@ -311,10 +311,8 @@ class Servers:
     async def look(self, server: Server) -> None:
         """Check a server's health once."""
         try:
-            async with (
-                asyncio.timeout(self._timeouts.health_s),
-                self.upstream.get(f"{server.url}/health", {}) as answer,
-            ):
+            limit = asyncio.timeout(self._timeouts.health_s)
+            async with limit, self.upstream.get(f"{server.url}/health", {}) as answer:
                 await answer.read()
                 problem = "" if answer.status == HTTPStatus.OK else f"/health answered {answer.status}"
                 if not problem and not server.is_known:

@@ -4,16 +4,12 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
-import pytest
-
 from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.ids import Role
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from tests.helpers.fleet import Fleet as FleetOfNodes
 from tests.helpers.openai_servers import WAIT_S
 from tests.integration.router.fleet import COMPLETION, eventually, fleet, within
-
-pytestmark = pytest.mark.asyncio
 
 
 async def test_a_client_that_leaves_early_ends_both_requests():

@@ -11,8 +11,6 @@ from kvbridge.core.ids import MAX_ROOM, Role
 from tests.helpers.openai_servers import ADDRESSES, WAIT_S, OpenAiServer
 from tests.integration.router.fleet import CHAT, COMPLETION, fleet, within
 
-pytestmark = pytest.mark.asyncio
-
 
 async def test_the_first_request_teaches_addresses_and_the_next_goes_to_both_at_once():
     async with fleet() as made:

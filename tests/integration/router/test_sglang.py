@@ -8,7 +8,6 @@ import pytest
 
 from tests.integration.router.fleet import CHAT, COMPLETION, fleet
 
-pytestmark = pytest.mark.asyncio
 PLACE = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998}
 
 

@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import pytest_asyncio
 
 from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import FakeDaemons, MemoryFleet, RedisFleet
@@ -17,7 +16,7 @@ def redis():
         yield server
 
 
-@pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.outside)])
+@pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.outside)])
 async def world(request):
     if request.param == "memory":
         yield MemoryFleet()
@@ -26,7 +25,7 @@ async def world(request):
         yield world
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def redis_fleet(redis):
     async with RedisFleet(redis, f"test-{next(_NUMBERS)}") as world:
         yield world

@@ -10,9 +10,6 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, beat, half, node
 
-pytestmark = pytest.mark.asyncio
-
-
 PLAIN, CURVE, LOCAL = ControlMode.PLAIN, ControlMode.CURVE, ControlMode.LOCAL
 WITH_KEY = {"control": PeerAddress(endpoint="tcp://p:1", public_key="k" * 40), "meets_by": (CURVE,)}
 SECOND = node("p", Role.PREFILL, incarnation="second", http_url="http://second")
@@ -95,11 +92,11 @@ async def test_nodes_of_an_instance_agree(world, changes, error, expected):
         ({"fingerprint": "0" * 32}, "is not that of its geometry"),
         ({"host": ("swa_kv",)}, "cannot live in its host pool"),
         ({"ranks": ()}, "has no rank"),
-        ({"ranks": (Rank(pp=0, tp=1),)}, "no rank pp0.tp1 in"),
+        ({"ranks": (Rank(pp=0, tp=1),)}, "no rank pp0.tp1 in 1 x 1"),
         ({"ranks": (Rank(pp=0, tp=0),) * 2}, "listed twice"),
         ({"pp_size": 2, "stage_boundaries": (99,)}, "node 'node-0' of instance 'p': boundaries of 2 stages"),
-        ({"meets_by": (CURVE,)}, "and its control address differs"),
-        (WITH_KEY | {"meets_by": (LOCAL,)}, "and its control address differs"),
+        ({"meets_by": (CURVE,)}, "its control address differs"),
+        (WITH_KEY | {"meets_by": (LOCAL,)}, "its control address differs"),
     ],
 )
 async def test_a_registration_that_contradicts_itself_is_refused(world, changes, expected):

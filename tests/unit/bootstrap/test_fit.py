@@ -107,7 +107,6 @@ class Looks:
         return await self._nodes()
 
 
-@pytest.mark.asyncio
 async def test_as_many_are_drawn_of_each_role_as_were_asked_for_and_everybody_now_and_then(world):
     directory = await world.directory(*fleet(20), *fleet(3, Role.PREFILL))
     found = Counter[str]()
@@ -119,7 +118,6 @@ async def test_as_many_are_drawn_of_each_role_as_were_asked_for_and_everybody_no
     assert sizes(await directory.draw(0)) == {}
 
 
-@pytest.mark.asyncio
 async def test_whoever_registered_with_another_replica_is_drawn_after_the_next_look_at_all(world):
     directory, other = await world.directory(*fleet(2)), await world.directory()
     assert await other.draw(5) == ()
@@ -130,7 +128,6 @@ async def test_whoever_registered_with_another_replica_is_drawn_after_the_next_l
     assert sizes(await other.draw(5)) == {"decode-0": 1, "decode-1": 1, "p": 1}
 
 
-@pytest.mark.asyncio
 async def test_what_a_pairing_looks_at_does_not_grow_with_the_fleet(world):
     pairing = await world.pairing(FakeDaemons(), *fleet(MANY), *fleet(MANY, Role.PREFILL))
     looks = Looks(world.store)
@@ -139,7 +136,6 @@ async def test_what_a_pairing_looks_at_does_not_grow_with_the_fleet(world):
     assert (looks.records, looks.whole) == (10 * 2 * DRAWN[0], 0)
 
 
-@pytest.mark.asyncio
 async def test_a_large_request_finds_the_one_instance_that_has_place_for_it(world):
     most = fleet(DRAWN[1] * 3, load=loaded(10))
     directory = await world.directory(*most, node("free", Role.DECODE), node("p", Role.PREFILL))
@@ -152,7 +148,6 @@ async def test_a_large_request_finds_the_one_instance_that_has_place_for_it(worl
     assert not [call for call in port.calls if call[0] == "cancel"]
 
 
-@pytest.mark.asyncio
 async def test_a_pair_that_is_rare_is_found_before_it_is_said_that_there_is_none(world):
     ours, theirs = ModelIdentity(name="v4", revision="1"), ModelIdentity(name="v4", revision="2")
     most = fleet(DRAWN[1] * 3, model_identity=theirs)
@@ -165,7 +160,6 @@ async def test_a_pair_that_is_rare_is_found_before_it_is_said_that_there_is_none
         await pairing.pair(REQUEST)
 
 
-@pytest.mark.asyncio
 async def test_while_most_are_drained_the_others_serve(world):
     nodes = fleet(MANY)
     pairing = await world.pairing(FakeDaemons(), *nodes, node("p", Role.PREFILL))
@@ -179,7 +173,6 @@ async def test_while_most_are_drained_the_others_serve(world):
         await pairing.pair(REQUEST)
 
 
-@pytest.mark.asyncio
 async def test_who_holds_the_prompt_is_found_outside_of_what_is_drawn(world):
     held = ModelIdentity(name="tiny", revision="1")
     everybody = {"model_identity": held, "load": loaded(kept_s=500.0)}
@@ -194,7 +187,6 @@ async def test_who_holds_the_prompt_is_found_outside_of_what_is_drawn(world):
         assert (again.prefill, again.decode) == (first.prefill, first.decode)
 
 
-@pytest.mark.asyncio
 async def test_holders_are_those_of_the_longest_beginnings_and_few():
     notes = [{"a": 9.0, "b": 1.0, "c": 5.0}, {"a": 9.0, "c": 5.0}, {"a": 9.0}]
     assert holders(notes) == ["a", "c", "b"]
@@ -271,7 +263,6 @@ async def give(world, room: int, prefill: str, decode: str, keys) -> bool:
 A, B, C = prompt((1, 3)).to_list()
 
 
-@pytest.mark.asyncio
 async def test_a_ticket_that_does_not_count_leaves_no_note(world):
     old = await world.store.claim(1, generations=1)
     world.advance(40)
@@ -280,7 +271,6 @@ async def test_a_ticket_that_does_not_count_leaves_no_note(world):
     assert await world.store.noted([A]) == ({},)
 
 
-@pytest.mark.asyncio
 async def test_only_the_last_instances_are_remembered(world, monkeypatch):
     for module in (store, redis_store):
         monkeypatch.setattr(module, "NOTE_INSTANCES", 4)
@@ -292,7 +282,6 @@ async def test_only_the_last_instances_are_remembered(world, monkeypatch):
     assert set(found) == {"p2", "d2", "p3", "d3"}
 
 
-@pytest.mark.asyncio
 async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypatch):
     """Whoever may pair can have notes made under any bytes, also by requests that are cancelled at once."""
     for module in (store, redis_store):
@@ -334,7 +323,6 @@ async def first_turn_on_second_pair(world, port, service) -> None:
     await beats(world)
 
 
-@pytest.mark.asyncio
 async def test_a_holder_that_refuses_or_is_gone_is_passed_over(world, port):
     service, guesses = await pairing_of(world, port)
     await first_turn_on_second_pair(world, port, service)
@@ -345,7 +333,6 @@ async def test_a_holder_that_refuses_or_is_gone_is_passed_over(world, port):
     assert names(await service.pair(request(SECOND))) == ("p2", "d1")
 
 
-@pytest.mark.asyncio
 async def test_keys_of_another_namespace_find_no_note(world, port):
     """Keys are public arithmetic and a note is made before anything is proved: where a prompt went is its namespace's to know."""
     service, guesses = await pairing_of(world, port)
@@ -356,7 +343,6 @@ async def test_keys_of_another_namespace_find_no_note(world, port):
     assert names(await service.pair(request(SECOND))) == ("p2", "d2")
 
 
-@pytest.mark.asyncio
 async def test_prompts_of_two_namespaces_are_noted_apart(world, port):
     service, guesses = await pairing_of(world, port)
     await first_turn_on_second_pair(world, port, service)

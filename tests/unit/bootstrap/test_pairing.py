@@ -17,9 +17,6 @@ from kvbridge.core.session.tables import RoomState
 from kvbridge.telemetry.facts import PairingEnded
 from tests.unit.bootstrap.fleet import FLEET, LIMITS, TIMES, FakeDaemons, node
 
-pytestmark = pytest.mark.asyncio
-
-
 REQUEST = PairRequest(room=7, prompt_tokens=1000, max_new_tokens=100, client="c")
 
 

@@ -34,7 +34,6 @@ def replicas(world: RedisFleet, port: FakeDaemons) -> list[PairingService]:
     return [PairingService(Directory(store, FakeDaemons()), store, port, **LIMITS) for store in stores]
 
 
-@pytest.mark.asyncio
 async def test_two_incarnations_that_register_at_once_follow_one_another(redis_fleet):
     one, other = Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())
     for number in range(10):
@@ -51,7 +50,6 @@ async def test_two_incarnations_that_register_at_once_follow_one_another(redis_f
         assert (await other.instances())[0].nodes[0].registration.incarnation == winner.incarnation
 
 
-@pytest.mark.asyncio
 async def test_namespaces_do_not_see_each_other(redis_fleet):
     await redis_fleet.directory(*FLEET)
     stranger = RedisFleet(redis_fleet.server, f"{redis_fleet.namespace}-other")
@@ -59,7 +57,6 @@ async def test_namespaces_do_not_see_each_other(redis_fleet):
         assert await stranger.store.nodes() == ()
 
 
-@pytest.mark.asyncio
 async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_afterwards(redis_fleet):
     with redis_server() as server:
         async with RedisFleet(server, "hangs") as world:
@@ -78,7 +75,6 @@ async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_af
             assert world.counted["call timeout"] == 2
 
 
-@pytest.mark.asyncio
 async def test_a_callers_deadline_is_not_lost_when_it_meets_the_end_of_a_call(redis_fleet):
     await redis_fleet.store.nodes()
     chance = random.Random(1)
@@ -94,7 +90,6 @@ async def test_a_callers_deadline_is_not_lost_when_it_meets_the_end_of_a_call(re
     assert await redis_fleet.store.nodes() == ()
 
 
-@pytest.mark.asyncio
 async def test_a_redis_that_died_is_named_by_every_call_and_is_filled_again():
     with redis_server() as server:
         async with RedisFleet(server, "dies") as world:
@@ -119,7 +114,6 @@ async def test_a_redis_that_died_is_named_by_every_call_and_is_filled_again():
             assert world.counted["call connection"] == 4
 
 
-@pytest.mark.asyncio
 async def test_a_ticket_that_cannot_be_kept_is_given_back():
     """Redis dies between the reservations and the ticket: nothing stays reserved, and the caller may try again."""
     with redis_server() as server:
@@ -136,7 +130,6 @@ async def test_a_ticket_that_cannot_be_kept_is_given_back():
             assert port.rooms() == {}
 
 
-@pytest.mark.asyncio
 async def test_a_password_is_used_and_never_shown():
     with redis_server(password="hush-hush") as server:
         async with RedisFleet(server, "secret") as world:
@@ -148,7 +141,6 @@ async def test_a_password_is_used_and_never_shown():
             assert "hush" not in repr(store)
 
 
-@pytest.mark.asyncio
 async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration():
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
         redis_client("gopher://u:hush@x", timeout_s=5.0)
@@ -249,7 +241,6 @@ def write_entry(client, namespace, change) -> None:
     client.hset(key, mapping={"entry": text, "digest": hashlib.sha256(text).hexdigest()})
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "change",
     [{"http_url": "file:///etc/passwd"}, {"fingerprint": "0" * 32}, {"node": "node-9"}],
@@ -265,7 +256,6 @@ async def test_a_false_entry_is_not_there_and_is_counted(redis_fleet, change):
         assert redis_fleet.counted["value node"] == before + 1
 
 
-@pytest.mark.asyncio
 async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_fleet, capsys):
     directory = await redis_fleet.directory(*FLEET)
     await PairingService(directory, redis_fleet.store, FakeDaemons(), **LIMITS).pair(REQUEST)
@@ -280,7 +270,6 @@ async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_flee
     assert "".join(capsys.readouterr()).count("stored_value_refused") == 2
 
 
-@pytest.mark.asyncio
 async def test_what_a_later_release_adds_to_a_record_is_ignored(redis_fleet):
     await redis_fleet.directory(*FLEET)
     told = later(FLEET[0].heartbeat.model_copy(update={"load": Load(rooms=3)}))
@@ -293,7 +282,6 @@ async def test_what_a_later_release_adds_to_a_record_is_ignored(redis_fleet):
         assert (found.registration, found.view().load.rooms) == (FLEET[0], 3)
 
 
-@pytest.mark.asyncio
 async def test_a_version_that_is_no_text_keeps_no_node_out(redis_fleet):
     directory = await redis_fleet.directory()
     with redis_fleet.server.client() as client:

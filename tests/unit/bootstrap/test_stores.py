@@ -2,14 +2,10 @@
 
 from dataclasses import replace
 
-import pytest
-
 from kvbridge.api.directory import Ticket, TicketEnd
 from kvbridge.bootstrap.store import Claim, PairingState, RoomInUse
 from kvbridge.core.ids import Role
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, beat, entry_of, half, loaded, node
-
-pytestmark = pytest.mark.asyncio
 
 
 def ticket_for(claim: Claim, generation: int) -> Ticket:

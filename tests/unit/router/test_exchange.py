@@ -123,7 +123,6 @@ def held(room: str, addresses: Any = ADDRESSES) -> tuple[int, bytes]:
 ANSWER = 200, b"answer"
 
 
-@pytest.mark.asyncio
 async def test_an_answer_of_decode_that_comes_first_is_taken_and_that_of_prefill_still_teaches():
     net = Net()
     asking = asyncio.create_task(net.ask_whole())
@@ -139,7 +138,6 @@ async def test_an_answer_of_decode_that_comes_first_is_taken_and_that_of_prefill
     net.check_nothing_left()
 
 
-@pytest.mark.asyncio
 async def test_a_prefill_that_is_still_under_way_at_the_end_of_the_answer_is_closed():
     net = Net()
     asking = asyncio.create_task(net.ask())
@@ -151,7 +149,6 @@ async def test_a_prefill_that_is_still_under_way_at_the_end_of_the_answer_is_clo
     assert net.failures == []
 
 
-@pytest.mark.asyncio
 async def test_the_only_decode_is_asked_again_about_what_another_prefill_holds():
     """It may have failed because the first one ended before all was loaded."""
     net = Net(prefill=2, order=DispatchOrder.PLAIN)
@@ -177,7 +174,6 @@ def end(call: Call, result: Any) -> None:
     (call.answer.set_exception if isinstance(result, Exception) else call.answer.set_result)(result)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("role", list(Role))
 @pytest.mark.parametrize(
     ("reasons", "visited"),
@@ -207,7 +203,6 @@ async def test_a_request_that_may_have_ended_a_server_visits_few(role, reasons, 
     net.check_nothing_left()
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("others", "answered"), [(["busy"], True), (["connect"], True), (["status"], False)])
 async def test_what_all_servers_say_of_their_load_is_passed_on(others, answered):
     net = Net(prefill=1 + len(others), order=DispatchOrder.PLAIN)
@@ -371,7 +366,6 @@ def test_a_process_of_both_roles_does_not_send_to_itself():
     assert names(made.choose_pair()) == ("", "http://a")
 
 
-@pytest.mark.asyncio
 async def test_an_address_that_nobody_can_ask_is_a_server_that_is_not_well():
     """A node tells its engine's address. A wrong one must not end what looks after the server, unseen."""
     upstream = OpenAiServers(RouterTimeouts())
@@ -383,7 +377,6 @@ async def test_an_address_that_nobody_can_ask_is_a_server_that_is_not_well():
     assert "InvalidURL" in server.problem
 
 
-@pytest.mark.asyncio
 async def test_a_list_of_models_that_does_not_end_takes_a_place_and_is_given_up():
     net = Net()
     net.router.config = config = net.router.config.model_copy(update={"limit": 1})
