@@ -31,18 +31,11 @@ async def test_a_heartbeat_of_another_life_changes_nothing(world):
     holder = await store.beat(("p", "node-0"), beat("another", load=loaded(rooms=9)))
     assert (holder.registration.incarnation, holder.view().load.rooms) == ("p-incarnation-1", 0)
     assert holder.silent_s > EXPIRE_AFTER_S - 11
+    assert not await store.remove(("p", "node-0"), "another")
+    assert len(await store.nodes()) == 1
     world.advance(20)
     assert await store.beat(("p", "node-0"), beat("p-incarnation-1")) is None
     assert await store.nodes() == ()
-
-
-async def test_a_node_is_removed_by_its_own_life_only(world):
-    store = world.store
-    await world.directory(node("p", Role.PREFILL))
-    assert not await store.remove(("p", "node-0"), "another")
-    assert len(await store.nodes()) == 1
-    assert await store.remove(("p", "node-0"), "p-incarnation-1")
-    assert not await store.remove(("p", "node-0"), "p-incarnation-1")
 
 
 async def test_a_look_finds_those_that_are_asked_for_and_alive(world):
@@ -54,22 +47,15 @@ async def test_a_look_finds_those_that_are_asked_for_and_alive(world):
     assert await world.store.look(keys) == ()
 
 
-async def test_who_fell_silent_is_told_once(world):
+async def test_a_heartbeat_keeps_a_node_who_fell_silent_is_told_once_and_each_is_removed_once(world):
     await world.directory(node("p", Role.PREFILL), node("d", Role.DECODE))
-    world.advance(EXPIRE_AFTER_S - 10)
-    await world.store.beat(("d", "node-0"), beat("d-incarnation-1"))
-    world.advance(11)
-    assert await world.store.expire() == (("p", "node-0"),)
-    assert await world.store.expire() == ()
-
-
-async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
-    await world.directory(node("p", Role.PREFILL))
     for number in range(4):
         world.advance(EXPIRE_AFTER_S - 10)
         record = await world.store.beat(("p", "node-0"), beat("p-incarnation-1", load=loaded(rooms=number)))
         assert (record.view().load.rooms, record.registration.http_url) == (number, "http://p")
+    assert await world.store.expire() == (("d", "node-0"),)
     assert await world.store.expire() == ()
+    assert [await world.store.remove(("p", "node-0"), "p-incarnation-1") for _ in range(2)] == [True, False]
 
 
 async def test_a_claim_that_was_taken_over_has_no_say(world):
@@ -84,12 +70,9 @@ async def test_a_claim_that_was_taken_over_has_no_say(world):
     assert await store.settle(new, ticket_for(new, 4))
     await store.give_up(old, 1)
     assert (await store.ticket(7)).generation == 4
-
-
-async def test_a_claim_that_is_given_up_keeps_its_generations_used(world):
-    claim = await world.store.claim(7, generations=3)
-    await world.store.give_up(claim, claim.base + 2)
-    assert (await world.store.claim(7, generations=3)).base == 2
+    given_up = await store.claim(8, generations=3)
+    await store.give_up(given_up, 2)
+    assert (await store.claim(8, generations=3)).base == 2, "its generations stay used"
 
 
 async def test_the_oldest_settled_room_makes_place_and_one_being_paired_does_not(world):

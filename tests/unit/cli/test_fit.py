@@ -104,18 +104,12 @@ def test_hits_are_whole_pages_that_were_there_and_a_host_tier_keeps_what_the_poo
     assert cells(shown, "endless")[1:] == [all_of_it, "0.0%", "0"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--pool", "many"], "'many'"), (["--pool", "10B"], "one page has"), (["--pool", "1GiB,"], "separated by commas")],
-)
-def test_wrong_sizes_are_refused(trace, arguments, words):
-    result = kept(trace, *arguments)
-    assert (result.exit_code, words in result.stderr) == (2, True)
-
-
-def test_a_trace_that_says_nothing_of_prefixes_is_refused(tmp_path):
-    result = kept(write(tmp_path / "t.jsonl", [(100, [])]))
-    assert (result.exit_code, "no request has 'hash_ids'" in result.stderr) == (2, True)
+def test_wrong_sizes_and_a_trace_that_says_nothing_of_prefixes_are_refused(trace, tmp_path):
+    told = {size: kept(trace, "--pool", size) for size in ("many", "10B", "1GiB,")}
+    silent = kept(write(tmp_path / "t.jsonl", [(100, [])]))
+    words = ("'many'", "one page has", "separated by commas", "no request has 'hash_ids'")
+    for result, said in zip((*told.values(), silent), words, strict=True):
+        assert (result.exit_code, said in result.stderr) == (2, True)
 
 
 def refused(path, **wanted) -> str:

@@ -47,11 +47,6 @@ def test_later_sources_win(tmp_path):
     assert (last.http.port, last.http.host) == (4, "localhost")
 
 
-def test_environment_names_ignore_case_and_lists_are_json():
-    config = load(env={"kvbridge_Transports__ORDER": '["mooncake"]', "KVBRIDGE_CONFIG": "/x", "OTHER": "1"})
-    assert [name.value for name in config.transports.order] == ["mooncake"]
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [("KVBRIDGE_HTTP_PORT", "two underscores"), ("KVBRIDGE_BOOTSTRAP_SERVICE_HOST", "enableServiceLinks")],
@@ -93,7 +88,9 @@ def test_a_malformed_file_is_refused(tmp_path, content, expected):
     assert expected in mistake(path=tmp_path / "p.yaml", text=content)
 
 
-def test_what_begins_a_list_in_the_environment_must_be_one():
+def test_environment_names_ignore_case_and_what_begins_a_list_must_be_one():
+    config = load(env={"kvbridge_Transports__ORDER": '["mooncake"]', "KVBRIDGE_CONFIG": "/x", "OTHER": "1"})
+    assert [name.value for name in config.transports.order] == ["mooncake"]
     assert "environment KVBRIDGE_PARALLELISM__RANKS: not a valid list or mapping: line 1" in mistake(
         env={"KVBRIDGE_PARALLELISM__RANKS": "[{pp: 0"}
     )
@@ -285,10 +282,8 @@ def test_files_and_flags(tmp_path: Path, text: str, override: str | None):
 
 @pytest.mark.parametrize("environment", VARIABLES, ids=range(len(VARIABLES)))
 def test_variables(tmp_path: Path, environment: dict[str, str]):
-    file = tmp_path / "config.yaml"
-    file.write_text(GOOD)
     try:
-        config = load_config(PrefillConfig, file=file, environment=environment)
+        config = load(path=tmp_path / "config.yaml", text=GOOD, env=environment)
     except ConfigError as error:
         clean(str(error))
     else:
@@ -315,7 +310,7 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_bootstrap_shows_neither_of_its_tokens():
-    config = load_config(BootstrapConfig, environment={}, flags={"http.token": TOKEN, "daemons.token": TOKEN[::-1]})
+    config = load(BootstrapConfig, **{"http.token": TOKEN, "daemons.token": TOKEN[::-1]})
     text = render_config(config) + repr(config)
     clean(text)
     assert TOKEN[::-1] not in text
