@@ -1,4 +1,4 @@
-"""A node's entry in the directory: registered, kept fresh by heartbeats, taken off at the end."""
+"""A node's entry in the directory: registration, heartbeats, and the end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvbridge.core.errors import (
 log = structlog.get_logger(__name__)
 
 CHANGE_PAUSE_S = 0.2
-"""Shortest time between two heartbeats, whatever happens on the node."""
+"""Shortest time between two heartbeats."""
 CHANGE_SHARE = 8
-"""A change of 1/n of a pool's available pages, of those reported or of those now, is reported before the next heartbeat."""
+"""A change of 1/n of a pool's available pages, as reported or now, is reported before the next heartbeat is due."""
 
 
 def is_significant(told: Load, now: Load) -> bool:
-    """Whether the directory should hear of a load before the next heartbeat: a fuller pool is reported sooner."""
+    """Return whether a load cannot wait for the next heartbeat. Changes of a fuller pool are reported sooner."""
     return any(
         abs(available - told.available_pages.get(space, 0)) * CHANGE_SHARE
         > min(available, told.available_pages.get(space, 0))
@@ -38,9 +38,10 @@ def is_significant(told: Load, now: Load) -> bool:
 
 
 class Announcer:
-    """Keeps a node's entry in the directory fresh. It asks a directory that is away again at the next interval.
+    """Keeps a node's entry in the directory fresh.
 
-    The node talks to one replica of the directory. When that replica does not answer, it turns to the next one without waiting.
+    The node talks to one replica of the directory, and turns to the next without a pause when that replica does not answer. When
+    none answers, it asks again at the next interval.
     """
 
     def __init__(
@@ -52,11 +53,11 @@ class Announcer:
         interval_s: float,
         pause_s: float = CHANGE_PAUSE_S,
     ) -> None:
-        """The two callables describe the node at the moment of the call. Two heartbeats are at least `pause_s` apart."""
+        """`registration` and `load` describe the node at the moment of the call. Heartbeats are at least `pause_s` apart."""
         self._replicas = replicas
         self._turn = 0
         self._failures = 0
-        """Calls in a row that failed because a replica did not answer."""
+        """Calls in a row without an answer."""
         self._registration = registration
         self._load = load
         self._interval_s = interval_s
@@ -71,15 +72,15 @@ class Announcer:
         self._calling = asyncio.Lock()
         self._changed = asyncio.Event()
         self.problem = "not registered at bootstrap yet"
-        """Why the entry is not fresh; empty while it is."""
+        """Why the entry is out of date; empty while it is fresh."""
         self.refusal = ""
-        """Why the directory refused this node in its last answer; empty when it has the node."""
+        """Why the directory refused this node in its last answer; empty when it did not."""
         self._replaced = False
-        """Whether the directory refused this node because another process has the name now."""
+        """Whether that was because another process has the name now."""
 
     @property
     def state(self) -> RegistrationState:
-        """The state of this node's entry, as far as the node knows."""
+        """The known state of this node's entry."""
         if self._left:
             return RegistrationState.NONE
         if self.refusal:
@@ -88,7 +89,7 @@ class Announcer:
 
     @property
     def obstacle(self) -> str:
-        """Why bootstrap sends no request here; empty while it may, also while it does not answer."""
+        """Why bootstrap sends no request here; empty while it may send some, also while it does not answer."""
         if self.refusal:
             return f"bootstrap refuses this node: {self.refusal}"
         return "" if self._registered or self._left else f"bootstrap does not know this node: {self.problem}"
@@ -104,7 +105,7 @@ class Announcer:
             self._changed.clear()
 
     def look(self, obstacles: Sequence[str] = ()) -> None:
-        """Send a heartbeat soon when the obstacles have changed, or the load has changed much. Call it often.
+        """Send a heartbeat soon if the obstacles have changed, or the load has changed much. Call this often.
 
         While the directory does not answer, a changed load waits for the next interval.
         """
@@ -141,13 +142,13 @@ class Announcer:
             self._failed(str(error), error.code)
             self._ask_another()
         except StaleError as error:
-            # Registering again would take the name back, and the two processes would take it from each other for ever.
+            # A new registration would take the name back, and the two processes would take it from each other for ever.
             self._refused(f"another process has taken this node's name: {error}", error.code, replaced=True)
         except BridgeError as error:
             self._refused(str(error), error.code)
 
     def _ask_another(self) -> None:
-        """Turn to the next replica, at once as long as one has not failed since the last answer."""
+        """Turn to the next replica, at once unless every replica has failed since the last answer."""
         self._turn = (self._turn + 1) % len(self._replicas)
         self._failures += 1
         if self._failures % len(self._replicas):
@@ -164,10 +165,10 @@ class Announcer:
         self.problem, self.refusal, self._replaced = problem, problem, replaced
 
     async def leave(self) -> None:
-        """Take the entry off for good: no heartbeat follows."""
+        """Remove the entry for good: no heartbeat follows."""
         self._left = True
         async with self._calling:
-            self.problem = self.refusal = ""  # nobody waits for an entry any more
+            self.problem = self.refusal = ""  # nobody needs the entry any more
             if not self._registered:
                 return
             entry = self._registration()

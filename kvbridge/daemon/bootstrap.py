@@ -1,7 +1,7 @@
 """The bootstrap daemon: the directory and the pairing behind one HTTP API.
 
-`/ready`, `/status` and `/metrics` are answered from an overview, so that they never wait for a store that hangs. The overview is
-taken every `OVERVIEW_S`, and less often for a fleet so large that taking it would cost more than a small part of the time.
+An overview answers `/ready`, `/status` and `/metrics`, so that they never wait for a store that hangs. It is taken every
+`OVERVIEW_S`, and less often for a large fleet.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ OVERVIEW_S = 0.25
 LOST_KEPT_S = 3600.0
 MOST_LOST = 256
 OVERVIEW_PAUSE = 24
-"""The pause after an overview is this many times as long as the overview: a thousand nodes cost about 4 % of the time."""
+"""Ratio of the pause after an overview to the overview: a thousand nodes take about 4 % of the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Overview:
-    """The store's content, for operators."""
+    """The store's content."""
 
     listing: tuple[InstanceView, ...] = ()
     rooms: dict[str, int] = field(default_factory=dict)
     problem: str = "the directory has not been read yet"
-    """Why the store does not answer; the other fields are then from its last answer."""
+    """Why the store does not answer; the other fields are from its last answer."""
 
 
 class BootstrapDaemon(Daemon):
@@ -86,7 +86,7 @@ class BootstrapDaemon(Daemon):
         self._overview = _Overview()
         self._problems, self._requests = Problems(), Tally()
         self._lost: dict[NodeKey, LostNode] = {}
-        """Nodes that have gone, the one that has been gone for the longest time first."""
+        """Nodes that have left, the first to leave first."""
 
     async def start(self) -> None:
         """Open the endpoint, also while the store does not answer: `/ready` gives the reason."""
@@ -155,7 +155,7 @@ class BootstrapDaemon(Daemon):
             self.tell(self.readiness())
 
     async def _look(self) -> None:
-        """Forget expired entries and take the overview, which tells when the store does not answer."""
+        """Forget expired entries and take the overview."""
         before = self._overview
         try:
             expired = await self.directory.expire()
@@ -172,7 +172,7 @@ class BootstrapDaemon(Daemon):
             log.info("store_answers", store=repr(self._store), instances=len(listing))
 
     def _miss(self, before: Iterable[InstanceView], now: Iterable[InstanceView], expired: Collection[NodeKey]) -> None:
-        """Note nodes that have gone between two listings. Another replica may have taken a silent node off."""
+        """Note nodes that left between two listings. Another replica may have removed a silent node."""
         limit_s = self.config.directory.expire_after_s
         present = {(one.instance, node.node) for one in now for node in one.nodes}
         for one in before:
@@ -196,7 +196,7 @@ class BootstrapDaemon(Daemon):
         self._lost = {key: lost for key, lost in kept if key not in present and lost.at > oldest}
 
     def readiness(self) -> Readiness:
-        """Return ready while the overview has a node of each role that is ready. Nodes can register all the same."""
+        """Return ready while the overview has a ready node of each role. Nodes can register in any case."""
         overview = self._overview
         reasons = (overview.problem,) if overview.problem else absences(overview.listing)
         return Readiness(ready=not reasons, reasons=reasons)
@@ -219,7 +219,7 @@ class BootstrapDaemon(Daemon):
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Set the gauges, and return the metrics page in pieces, in an accepted form, and its content type."""
+        """Set the gauges. Return the metrics page in pieces, in an accepted form, and its content type."""
         rooms, listing = self._overview.rooms, self._overview.listing
         self.metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in PairingState})
         states = Counter((one.role.value, _state_of(one)) for one in listing)

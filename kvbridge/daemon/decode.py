@@ -1,4 +1,4 @@
-"""The decode daemon: a node whose rooms are written to and then claimed, put together; and its links to prefill nodes."""
+"""The composition of the decode daemon, and its links to prefill nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
 from kvbridge.daemon.links import Links
 from kvbridge.daemon.node import NodeDaemon
-from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.rooms import DecodeRooms
@@ -28,51 +27,48 @@ from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.telemetry.facts import MessagesResent
 
 KEPT_SHARE = 4
-"""One in so many links is kept for addresses that have answered before, so that wrong addresses cannot take all links."""
+"""One in so many links is reserved for addresses that have answered before, so that wrong addresses cannot take all links."""
 
 
 def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     """Put a decode daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
-    parts = NodeParts(config, Role.DECODE)
-    links = PrefillLinks(parts)
-    nodes = PrefillNodes(parts.description, links, parts.events)
-    fence = Fence(parts.workers, parts.events, fence_s=config.timeouts.fence_s)
+    node = NodeDaemon(config, Role.DECODE)
+    links = PrefillLinks(node)
+    nodes = PrefillNodes(node.description, links, node.events)
+    fence = Fence(node.workers, node.events, fence_s=config.timeouts.fence_s)
     settings = RoomSettings(
-        geometry=parts.geometry,
+        geometry=node.geometry,
         limits=config.timeouts,
         shares_prefixes=config.tier.enabled,
         keeps_answers=config.tier.generated,
-        adopted=parts.adopted,
-        host=parts.layout.host_kinds,
+        adopted=node.adopted,
+        host=node.layout.host_kinds,
         digest=config.integrity.digest,
     )
-    pages = RoomPages(parts.book, settings, parts.events, parts.prefixes, parts.stored)
-    rooms = DecodeRooms(pages, parts.workers, parts.engines, nodes, fence)
+    pages = RoomPages(node.book, settings, node.events, node.prefixes, node.stored)
+    rooms = DecodeRooms(pages, node.workers, node.engines, nodes, fence)
     links.serve(nodes, rooms, fence)
-    parts.workers.serve(
+    node.workers.serve(
         links.worker_ready,
         links.worker_gone,
         {
             EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
             **dict.fromkeys((Digested, Verified), rooms.hear_rank),
-            **parts.reports,
+            **node.reports,
         },
     )
-    return NodeDaemon(parts, links, rooms)
+    return node.serve(links, rooms)
 
 
 class PrefillLinks(Links):
-    """The links of a decode node to prefill nodes: one client for each address that `PrefillNodes` knows, and no other.
+    """The links of a decode node to prefill nodes: one client for each address that `PrefillNodes` knows. `close` ends it."""
 
-    `close` ends it: no link is opened from then on.
-    """
-
-    def __init__(self, parts: NodeParts) -> None:
-        super().__init__(parts)
+    def __init__(self, node: NodeDaemon) -> None:
+        super().__init__(node)
         self._context: SocketContext | None = None
         self._opened: dict[PeerAddress, PeerClient] = {}
         self._met: OrderedDict[PeerAddress, None] = OrderedDict()
-        """Addresses that have answered; the one heard last is at the end."""
+        """Addresses that have answered, the last to answer at the end."""
         self._identity: PeerIdentity
         self._nodes: PrefillNodes
         self._rooms: DecodeRooms
@@ -124,13 +120,13 @@ class PrefillLinks(Links):
         return self._fence.status()
 
     def worker_ready(self, rank: Rank) -> None:
-        if not self._parts.workers.missing():
+        if not self._node.workers.missing():
             self._nodes.refresh()
-        self._fence.ready(rank, self._parts.workers.epoch(rank))
+        self._fence.ready(rank, self._node.workers.epoch(rank))
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        self._rooms.worker_gone(rank, reason, memory_lost=rank in self._parts.layout.orders)
-        self._parts.worker_gone(rank, reason)
+        self._rooms.worker_gone(rank, reason, memory_lost=rank in self._node.layout.orders)
+        self._node.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ for PrefillNodes
 
@@ -187,9 +183,9 @@ class PrefillLinks(Links):
         self._nodes.received(address, peer, message)
 
     def _on_undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
-        """Give up a node that acknowledges nothing."""
+        """Give up a node without acknowledgements."""
         why = self._undelivered(address.endpoint, message, age_s)
-        # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
+        # A younger message was lost with its link, which the node has forgotten: `restarted` introduces us again.
         if address in self._opened and age_s >= self._timeouts.control_delivery_s:
             self._nodes.lost(address, why)
 
@@ -206,7 +202,7 @@ class PrefillLinks(Links):
         return False
 
     def _look_again(self, address: PeerAddress) -> None:
-        """Check a link again when its lost connection should be back."""
+        """Check a link again after the time for a new connection."""
         limit_s = self._timeouts.control_heartbeat_s
         asyncio.get_running_loop().call_later(limit_s, self._look, address, context=Context())
 
@@ -216,7 +212,7 @@ class PrefillLinks(Links):
             self._nodes.lost(address, reason)
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
-        """Queue a message; one that cannot be queued is logged. Dropped where there is no link."""
+        """Queue a message. Without a link it is dropped; one that cannot be queued is logged."""
         client = self._opened.get(address)
         if client is None:
             return
@@ -226,7 +222,7 @@ class PrefillLinks(Links):
             self._unreachable(address.endpoint, message, error)
 
     def disconnect(self, address: PeerAddress) -> None:
-        """Close a link; what was not acknowledged is not sent any more. Harmless where there is none."""
+        """Close a link; unacknowledged messages are lost. Harmless without a link."""
         client = self._opened.pop(address, None)
         if client is not None:
             client.close()

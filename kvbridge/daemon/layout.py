@@ -1,4 +1,4 @@
-"""The memory of a node on paper: the geometry of its model, and the pools that its configuration asks for."""
+"""The plan of a node's memory: the geometry of its model, and the pools that its configuration asks for."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from kvbridge.tier.copies import copy_backend
 NodeConfig = PrefillConfig | DecodeConfig
 
 UNREGISTERED = Chunking(extent_bytes=1 << 60)
-"""No network card registers host copies, so nothing limits the length of a stretch of them."""
+"""No network card registers host copies, so nothing limits the length of their stretches."""
 ADOPTED_PAGE_LIMIT = 1 << 22
-"""Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
+"""Limit of page ids in an adopted space; the planner checks the ids against the engine's real pools."""
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def load_geometry(config: ModelConfig) -> ModelGeometry:
-    """Return the model's geometry. Raises ConfigError for an unreadable file, InvalidInputError for what it says."""
+    """Return the model's geometry. Raises ConfigError for an unreadable file, InvalidInputError for wrong content."""
     if config.geometry is not None:
         return _read_geometry(config.geometry)
     if config.hf_config is None:
@@ -59,7 +59,7 @@ def load_geometry(config: ModelConfig) -> ModelGeometry:
 
 
 def _model_name(config: Path) -> str:
-    """Return the name of a configuration's file, or of its directory where the file has the name that all have."""
+    """Return the name of a configuration's file, or of its directory when the file is called `config`."""
     return config.resolve().parent.name if config.stem == "config" else config.stem
 
 
@@ -91,7 +91,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
 
 
 def native_dtype_bytes(facts: dict[str, Any]) -> int:
-    """Return the width of the model's own numbers: key `dtype` (or `torch_dtype`), 4 when there is none."""
+    """Return the width of the model's own numbers in bytes: key `dtype` or `torch_dtype`, else 4."""
     name = facts.get("dtype") or facts.get("torch_dtype") or "float32"
     if name not in _DTYPE_BYTES:
         raise ConfigError(f"model.hf_config: dtype '{name}' is not one of {', '.join(_DTYPE_BYTES)}")
@@ -100,21 +100,21 @@ def native_dtype_bytes(facts: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The memory that a node needs, decided before any of it exists."""
+    """The memory that a node needs, before any of it exists."""
 
     parts: dict[Rank, RankPart]
     device: dict[Rank, Placement]
-    """Empty when the engine brings the device memory."""
+    """Empty: the engine brings the device memory."""
     host: Placement | None
     host_kinds: frozenset[ComponentKind]
     owned: dict[IndexSpace, int]
-    """Pages of each space that this node allocates from."""
+    """Pages of each space that this node gives out."""
     adopted: dict[IndexSpace, int]
     """Spaces whose pages engines name, in memory that they bring."""
     orders: dict[Rank, DeviceAllocationRequest] = field(default_factory=dict)
-    """By rank, the device memory that its worker is to make."""
+    """By rank, the device memory that its worker makes."""
     copies: Placement | None = None
-    """The host tier: copies of device pages; None when it is off."""
+    """Host copies of device pages; None without a host tier."""
 
     def book(self) -> PageBook:
         """Open the page accounts for this layout."""
@@ -132,13 +132,13 @@ class NodeLayout:
 
     @property
     def kept_form(self) -> str:
-        """A digest of how the pools that can be kept are laid out, with all sizes."""
+        """Digest of the layout and the sizes of the pools that can be kept."""
         text = "\n".join(placement.model_dump_json() for placement in self._hosts())
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def node_bytes(self) -> int:
-        """Bytes of the pools that the node makes itself, all of them in shared memory."""
+        """Bytes of the node's own pools, all of them in shared memory."""
         return sum(placement.total_bytes for placement in (*self.shared_device().values(), *self._hosts()))
 
     def shared_device(self) -> dict[Rank, Placement]:
@@ -150,7 +150,7 @@ class NodeLayout:
 
 
 def plan_memory(config: NodeConfig, geometry: ModelGeometry) -> NodeLayout:
-    """Decide what memory the configuration asks for. Raises ConfigError or InvalidInputError naming what does not fit."""
+    """Plan the memory that the configuration asks for. Raises ConfigError or InvalidInputError, which name the fault."""
     sizes = config.parallelism
     parts = {placement.rank: _part(config, geometry, placement) for placement in sizes.placements()}
     host_kinds = _host_kinds(config, geometry)
@@ -219,7 +219,7 @@ def _hot_slots(
     host_kinds: frozenset[ComponentKind],
     spaces: Collection[IndexSpace],
 ) -> dict[IndexSpace, int]:
-    """Return the request slots that the hot buffer needs, where the model's own state needs none."""
+    """Return the request slots of the hot buffer, unless the model's own state has request slots."""
     if not isinstance(config, DecodeConfig) or config.sparse is None:
         return {}
     try:
@@ -235,7 +235,7 @@ def _plan_copies(
     parts: Sequence[RankPart],
     host_kinds: frozenset[ComponentKind],
 ) -> Placement | None:
-    """Lay out the host copies that the configuration asks for, if any. Raises ConfigError, InvalidInputError."""
+    """Lay out the configured host copies, if any. Raises ConfigError, InvalidInputError."""
     asked = config.tier.host
     if asked is None:
         if config.pools.keep_s:
@@ -278,7 +278,7 @@ def _check_checkpoints(asked: HostTier, geometry: ModelGeometry, *, prefill: boo
 def _pages_in(
     asked: HostTier, geometry: ModelGeometry, parts: Sequence[RankPart], components: Sequence[Component]
 ) -> int:
-    """Return the pages that `size_bytes` holds beside the checkpoints."""
+    """Return the pages in `size_bytes` beside the checkpoints."""
     page_bytes = dict.fromkeys((IndexSpace.FULL_COPY, IndexSpace.SWA_COPY), 0)
     for region in copy_placement(geometry, parts, components, page_counts=dict.fromkeys(page_bytes, 1)).regions:
         page_bytes[region.space] += region.page_bytes

@@ -86,10 +86,11 @@ def _stamp(file: Path) -> tuple[int, ...]:
 class Daemon:
     """An HTTP API, tasks in the background, and the parts of a subclass. Run it with `run_daemon`."""
 
-    def __init__(self, metrics: Metrics, *, spans_s: float, seldom: Seldom | None = None) -> None:
-        """`spans_s`: time for sending the last spans. `seldom`: limits log lines (default: a new one)."""
+    def __init__(self, metrics: Metrics, *, spans_s: float) -> None:
+        """`spans_s`: time for sending the last spans."""
         self.metrics = metrics
-        self.seldom = seldom or Seldom(metrics.line_left_out)
+        self.seldom = Seldom(metrics.line_left_out)
+        """Limits log lines that strangers, or many rooms, can cause."""
         self._secrets: list[FollowedSecret[Any]] = []
         self.begin_trace: BeginTrace = pass_on
         """Makes the first span of a request."""

@@ -23,7 +23,7 @@ from kvbridge.processes import affordable
 from kvbridge.telemetry.facts import MessageUndelivered
 
 if TYPE_CHECKING:
-    from kvbridge.daemon.parts import NodeParts
+    from kvbridge.daemon.node import NodeDaemon
 
 log = structlog.get_logger(__name__)
 
@@ -36,10 +36,10 @@ LINK_DESCRIPTORS = 4
 class Links(ABC):
     """The links of a node. Built anywhere, opened and used in one running loop."""
 
-    def __init__(self, parts: NodeParts) -> None:
-        self._parts = parts
-        self._events = parts.events
-        self._timeouts = parts.config.timeouts
+    def __init__(self, node: NodeDaemon) -> None:
+        self._node = node
+        self._events = node.events
+        self._timeouts = node.config.timeouts
         self._gate = Gate(None, (), None)
         self.settings = PeerSettings()
 
@@ -53,7 +53,7 @@ class Links(ABC):
 
         Raises ConfigError for an unreadable list of keys or an unfit address, ConflictError for a taken address.
         """
-        config, curve = self._parts.config, self._parts.config.control.curve
+        config, curve = self._node.config, self._node.config.control.curve
         self._gate = Gate(identity.keys, curve.allowed_public_keys, curve.allowed_keys_file)
         self.settings = PeerSettings(
             max_connections=affordable(

@@ -1,4 +1,4 @@
-"""The pools of a node: made in shared memory, or taken over from the daemon before, and removed or left at the end."""
+"""The pools of a node: made in shared memory or taken over from the daemon before, and removed or kept at the end."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, why_not_memor
 log = structlog.get_logger(__name__)
 
 KEPT_POOLS_S = 15.0
-"""The processes of the daemon before let go of the pools of `pools.keep_s` within this, or the pools are made anew."""
+"""Time for the processes of the daemon before to let go of the pools of `pools.keep_s`; after it the pools are made anew."""
 
 
 class _CancelledError(Exception):
-    """The creation was told to stop."""
+    """The creation has been cancelled."""
 
 
 @dataclass
 class NodeMemory:
-    """The pools that a node makes, in memory."""
+    """The pools that a node makes."""
 
     layout: NodeLayout
     problem: str = "memory is being created"
-    """Why the memory is not there yet; empty when it is."""
+    """Why the memory is missing; empty when it is there."""
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
     host: tuple[SharedRegion, ...] = ()
     copies: tuple[SharedRegion, ...] = ()
     """The host tier."""
     regions: tuple[Region, ...] = ()
-    """Regions of the host pool and of the host copies, in this process."""
+    """Regions of the host pool and of the host copies in this process."""
     group: int | None = None
-    """The group whose members may map the pools besides this user."""
+    """Group whose members may map the pools, besides this user."""
     kept: KeptFiles | None = None
-    """The files of the host pool and the host copies that outlive this process; None when none do."""
+    """Files of the host pool and the host copies that outlive this process; None: none do."""
     header: KeptHeader | None = None
-    """Header of this daemon's journal of kept pools; its `files` are filled in as pools come."""
+    """Header of this daemon's journal of kept pools; `files` grows with the pools."""
     found: Contents = field(default_factory=Contents)
-    """Contents of the kept pools by the journal of the daemon before, as far as this daemon can reuse them."""
+    """Reusable contents of the kept pools, by the journal of the daemon before."""
     restored: Restored | None = None
-    """The outcome for the pools of the daemon before; None where none are to be kept."""
+    """Result for the pools of the daemon before; None: no pools are to be kept."""
     _old: dict[str, Path] = field(default_factory=dict)
-    """Files to take over, by the end of their names, after the incarnation."""
+    """Files to take over, by the part of their names behind the incarnation."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def keep(self, config: NodeConfig, prefix: str, header: KeptHeader | None) -> None:
-        """Get the kept pools of a node whose shared files' names begin with `prefix`, and remove them when they cannot be reused.
+        """Get the kept pools of a node whose shared files' names begin with `prefix`; remove pools that cannot be reused.
 
-        Without a header this process keeps none, and removes those of an earlier one. With a header, it waits for a daemon of the
-        same name that is ending, and raises RegistrationError when that daemon does not end. Where something else has one of the
-        names, nothing is kept: any user of the host can take a name, and must not be able to keep this daemon from starting.
+        Without a header this process keeps none, and removes those of an earlier process. With a header it waits for an ending
+        daemon of the same name. Raises RegistrationError when that daemon does not end. If a name is taken by something else,
+        nothing is kept: any user of the host can take a name, and must not be able to keep this daemon from starting.
         """
         directory, name = memory_directory(config), f"{prefix}keep"
         if header is None:
@@ -96,7 +96,7 @@ class NodeMemory:
             log.info("kept_pools_found", of=before.incarnation, pages=pages, damaged=damaged)
 
     def _refuse(self, files: KeptFiles, header: KeptHeader, why: str) -> None:
-        """Have the pools made anew, because the ones that there are cannot be reused."""
+        """Have the pools made anew, because the present ones cannot be reused."""
         pages = len(self.found.pages)
         log.warning("kept_pools_refused", pages=pages, reason=why)
         self.restored = Restored(refused_pages=pages, refused=why)
@@ -108,9 +108,9 @@ class NodeMemory:
     ) -> None:
         """Create every pool in `directory`, in a thread, in files whose names begin with `prefix`.
 
-        Raises RegistrationError, leaving nothing. When it is cancelled, the thread stops after the chunks at hand and removes the
-        pools that it has made, and only then the cancellation goes on. Raises DeadlineError when that takes longer than `cancel_s`;
-        the thread goes on removing.
+        Raises RegistrationError, leaving nothing. After a cancellation the thread stops behind the present chunks and removes the
+        pools that it has made; only then the cancellation goes on. Raises DeadlineError when that takes longer than `cancel_s`; the
+        thread goes on removing.
         """
         work = asyncio.create_task(asyncio.to_thread(self._create, directory, prefix, on_progress))
         try:
@@ -123,7 +123,7 @@ class NodeMemory:
                     f"the pools in {directory} were being made and could not be removed within {cancel_s:g} s "
                     "(timeouts.shutdown_close_s): the machine is short of memory or of time"
                 ) from None
-            work.exception()  # only that it was told to stop
+            work.exception()  # the cancellation
             self.close()
             raise
         self.problem = ""
@@ -166,7 +166,7 @@ class NodeMemory:
                 self._refuse(self.kept, self.header, str(error))
         if pool is None:
             pool = MemoryPool.in_files(placement, path.parent, path.name, on_progress=report)
-        pool.leave()  # the end of this process, at any moment, leaves what the journal says
+        pool.leave()  # whenever this process ends, it leaves what the journal says
         made = tuple(
             KeptFile(name=f"{name}.{planned.name}", length_bytes=planned.length_bytes, inode=mapping.path.stat().st_ino)
             for planned, mapping in zip(placement.mappings, pool.mappings, strict=True)
@@ -189,7 +189,7 @@ class NodeMemory:
             self.copies = pool.shared_regions()
 
     def close(self) -> None:
-        """Remove every pool but those that are kept; without a journal those go, too. Nothing writes to them any more."""
+        """Remove every pool except kept pools with a journal. Nothing may write to pools any more."""
         self._stack.close()
         if self.kept is not None:
             self.kept.close(keep=self.kept.journal.exists())
@@ -199,7 +199,7 @@ class NodeMemory:
 
 
 def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:
-    """Return the files that a journal is about. Raises IntegrityError when one is missing or has been replaced."""
+    """Return the files of a journal. Raises IntegrityError when one is missing or replaced."""
     there = files.pools()
     found = {}
     for wanted in before.files:
@@ -213,12 +213,12 @@ def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:
 
 
 def memory_directory(config: NodeConfig) -> Path:
-    """Return where a node's shared files are made."""
+    """Return the directory of a node's shared files."""
     return config.pools.host.directory if isinstance(config.pools, DecodePools) else DEFAULT_DIRECTORY
 
 
 def require_memory_directory(config: NodeConfig, layout: NodeLayout) -> None:
-    """Raise UnavailableError when the node makes shared files and they would not be in memory."""
+    """Raise UnavailableError when the node would make shared files outside of memory."""
     directory = memory_directory(config)
     if layout.node_bytes and (problem := why_not_memory(directory)):
         key = "pools.host.directory" if isinstance(config.pools, DecodePools) else "the pools' directory"
@@ -226,6 +226,6 @@ def require_memory_directory(config: NodeConfig, layout: NodeLayout) -> None:
 
 
 def file_prefix(instance: str, node: str) -> str:
-    """Return the beginning of the names of a node's shared files: equal for all lives of the node, and for no other node."""
+    """Return the beginning of the names of a node's shared files: equal for all processes of the node, and for no other node."""
     digest = hashlib.blake2b(f"{instance}/{node}".encode(), digest_size=6).hexdigest()
     return f"{POOL_PREFIX}{digest}-"

@@ -1,4 +1,4 @@
-"""The prefill daemon: a node whose rooms are sent, put together; and its links to decode nodes."""
+"""The composition of the prefill daemon, and its links to decode nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from kvbridge.core.wire.messages import FEATURES, Heartbeat, PeerMessage, Welcom
 from kvbridge.core.wire.worker_messages import Digested, PathsChanged, PeerConnected, Rerouted, RoomClosed, Sent
 from kvbridge.daemon.links import Links
 from kvbridge.daemon.node import NodeDaemon
-from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.prefill.decode_nodes import DecodeNodes, Ended
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomPages, RoomSettings
@@ -28,61 +27,61 @@ from kvbridge.telemetry.facts import MessagesResent
 
 def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
     """Put a prefill daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
-    parts = NodeParts(config, Role.PREFILL)
-    if config.tier.enabled and (why := why_no_prefixes(parts.geometry)):
+    node = NodeDaemon(config, Role.PREFILL)
+    if config.tier.enabled and (why := why_no_prefixes(node.geometry)):
         raise ConfigError(
             f"tier.enabled: {why}. Set it to false here; decode nodes keep prefixes of this model all the same"
         )
-    links = DecodeLinks(parts, config.control)
+    links = DecodeLinks(node, config.control)
     nodes = DecodeNodes(
         Welcome(
-            instance=parts.identity.instance,
-            node=parts.identity.node,
-            incarnation=parts.identity.incarnation,
+            instance=node.identity.instance,
+            node=node.identity.node,
+            incarnation=node.identity.incarnation,
             model_identity=config.tier.model,
             pp_size=config.parallelism.pp_size,
             tp_size=config.parallelism.tp_size,
-            stage_boundaries=parts.stage_boundaries,
-            ranks=tuple(parts.workers.layers),
+            stage_boundaries=node.stage_boundaries,
+            ranks=tuple(node.workers.layers),
             features=FEATURES,
         ),
-        parts.geometry,
-        parts.workers,
+        node.geometry,
+        node.workers,
         links,
-        parts.events,
+        node.events,
         check_s=config.timeouts.handshake_s,
     )
     settings = RoomSettings(
-        geometry=parts.geometry,
+        geometry=node.geometry,
         limits=config.timeouts,
-        # A node that keeps nothing itself states its engines' keys all the same, since decode keeps nothing without them.
+        # Decode keeps no prefixes without keys, so a node that keeps none itself states its engines' keys all the same.
         shares_prefixes=config.tier.model is not None,
         computes=True,
         checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
-        part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
-        adopted=parts.adopted,
+        part_of_instance=len(node.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
+        adopted=node.adopted,
     )
-    pages = RoomPages(parts.book, settings, parts.events, parts.prefixes, parts.stored)
-    rooms = PrefillRooms(pages, parts.workers, parts.engines, nodes)
+    pages = RoomPages(node.book, settings, node.events, node.prefixes, node.stored)
+    rooms = PrefillRooms(pages, node.workers, node.engines, nodes)
     links.serve(nodes, rooms)
-    parts.workers.serve(
+    node.workers.serve(
         links.worker_ready,
         links.worker_gone,
         {
             PeerConnected: nodes.worker_connected,
             PathsChanged: nodes.paths_changed,
             **dict.fromkeys((Rerouted, Digested, Sent, RoomClosed), rooms.hear_rank),
-            **parts.reports,
+            **node.reports,
         },
     )
-    return NodeDaemon(parts, links, rooms)
+    return node.serve(links, rooms)
 
 
 class DecodeLinks(Links):
-    """A prefill node's control socket: decode nodes connect to it, and are heard, watched and given up here."""
+    """A prefill node's control socket, to which decode nodes connect, and the watch over them."""
 
-    def __init__(self, parts: NodeParts, control: ListeningControlConfig) -> None:
-        super().__init__(parts)
+    def __init__(self, node: NodeDaemon, control: ListeningControlConfig) -> None:
+        super().__init__(node)
         self._control = control
         self._server: PeerServer | None = None
         self._nodes: DecodeNodes
@@ -102,7 +101,7 @@ class DecodeLinks(Links):
             on_undelivered=self._on_undelivered,
             on_refused=self._events.frame_refused,
             on_resent=lambda count: self._events.emit(MessagesResent(count=count)),
-            # It may have given the pages of our rooms to others meanwhile.
+            # The peer may have given the pages of our rooms to others meanwhile.
             on_reset=lambda peer: self._nodes.gone(peer, "it had given this node up, and begins anew"),
         )
         self._server = PeerServer(identity, callbacks, self._control.bind, settings=self.settings, gate=self._gate)
@@ -140,12 +139,12 @@ class DecodeLinks(Links):
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         self._rooms.worker_gone(rank, reason)
-        self._parts.worker_gone(rank, reason)
+        self._node.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ for DecodeNodes
 
     def key_of(self, peer: str) -> str:
-        """Return the public key that a connected peer proved to own; empty without keys. Raises NotFoundError."""
+        """Return the public key that a connected peer has proved to own; empty without keys. Raises NotFoundError."""
         return self._server.link(peer).user if self._server is not None else ""
 
     def send(self, peer: str, message: PeerMessage) -> None:
@@ -158,7 +157,7 @@ class DecodeLinks(Links):
             self._unreachable(peer, message, error)
 
     def inspect(self, work: Callable[[], None], ended: Ended) -> None:
-        """Call `work` on the thread for checks, and then `ended` on the loop with the exception of `work`, if any."""
+        """Call `work` on the thread for checks, and then `ended` on the loop with its exception, if any."""
 
         def done(future: asyncio.Future[None]) -> None:
             if not future.cancelled():  # as at the end of this node
@@ -169,7 +168,7 @@ class DecodeLinks(Links):
     def _on_undelivered(self, peer: str, message: PeerMessage, age_s: float) -> None:
         why = self._undelivered(peer, message, age_s)
         if peer in self._nodes.known():
-            # Its link is forgotten too: a node that is there after all learns that, and introduces itself again.
+            # Its link is forgotten, too: a node that still lives notices, and introduces itself again.
             self._lose(peer, why)
 
     def _lose(self, peer: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The router daemon: servers, their health and the requests to them behind one HTTP API."""
+"""The router daemon: servers, their health and the requests to them, behind one HTTP API."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class RouterDaemon(Daemon):
         return {"status": self.status()}
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Set the gauges, and return the metrics page in pieces, in an accepted form, and its content type."""
+        """Set the gauges. Return the metrics page in pieces, in an accepted form, and its content type."""
         states = Counter((one.role.value, "out" if one.problem else "well") for one in self.servers.all())
         self.metrics.replace(ROUTER_SERVERS, states)
         self.metrics.assign(READY, self.readiness().ready)

@@ -1,4 +1,4 @@
-"""A node as operators, Prometheus and the directory see it. Everything here only reads."""
+"""Views of a node for operators, Prometheus and the directory. Everything here only reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbridge import __version__
 from kvbridge.api.directory import Load, NodeRegistration
@@ -32,53 +32,51 @@ from kvbridge.core.process import moment
 from kvbridge.core.session.tables import RoomState
 from kvbridge.core.wire.messages import FEATURES, REASON_CHARS
 from kvbridge.daemon.announce import Announcer
-from kvbridge.daemon.links import Links, control_modes
-from kvbridge.daemon.parts import NodeParts
+from kvbridge.daemon.links import control_modes
 from kvbridge.http.app import Document
-from kvbridge.node.admission import AdmissionController
-from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry import metrics as m
 from kvbridge.telemetry.facts import RoomEntered, RoomFact
 from kvbridge.telemetry.registry import Metrics
 
+if TYPE_CHECKING:
+    from kvbridge.daemon.node import NodeDaemon
+
 SHOWN_LINKS = 64
-"""A registration has the bytes sent to this many instances: those with most."""
+"""Number of instances whose sent bytes are in a registration: those with most."""
 _NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace", "under_way_ago_s", "age_s"}
-"""Fields of facts that a timeline's entry does not show among its details."""
+"""Fields of facts that are not among the details of a timeline's entry."""
 ROOMS_OF_STATE = 25
-"""The status page shows this many rooms of each state, and counts all."""
+"""Rooms of each state on the status page, which counts all."""
 
 
 class NodeOverview:
-    """Implements StatusPort. Three attributes are set while the daemon opens."""
+    """A node's documents (`NodePort`). The daemon sets three attributes while it opens."""
 
-    def __init__(self, parts: NodeParts, peers: Links, rooms: RoomBook[Any], admission: AdmissionController) -> None:
-        self._parts = parts
-        self._peers = peers
-        self._rooms = rooms
-        self._admission = admission
-        self._started_at = moment()
-        self.metrics: Metrics = parts.metrics
+    def __init__(self, node: NodeDaemon) -> None:
+        self._node = node
+        self._rooms = node.rooms.book
+        self._admission = node.admission
+        self.metrics: Metrics = node.metrics
         self.http_url = ""
-        """Where HTTP is served."""
+        """URL of the HTTP API."""
         self.control: PeerAddress | None = None
-        """Where peers meet this node, if it listens."""
+        """Address for peers, if this node listens."""
         self.announcer: Announcer | None = None
-        """Its entry in the directory, if it has one."""
+        """Its entry in the directory, if any."""
 
     def obstacles(self) -> list[str]:
-        """Return the reasons that keep every room out, however many pages are free. Bootstrap does not ask such a node."""
-        candidates = [self._parts.memory.problem, self._parts.workers.missing(), self._admission.closed]
-        if self._parts.config.admission.needs_engine:
-            served = {rank for engine in self._parts.engines.status() if not engine.gone for rank in engine.ranks}
-            lacking = ", ".join(str(rank) for rank in self._parts.layout.parts if str(rank) not in served)
+        """Return why no room at all can be admitted, whatever pages are free. Bootstrap does not ask such a node."""
+        candidates = [self._node.memory.problem, self._node.workers.missing(), self._admission.closed]
+        if self._node.config.admission.needs_engine:
+            served = {rank for engine in self._node.engines.status() if not engine.gone for rank in engine.ranks}
+            lacking = ", ".join(str(rank) for rank in self._node.layout.parts if str(rank) not in served)
             candidates.append(f"no engine is attached to {lacking} (admission.needs_engine)" if lacking else "")
         return [reason for reason in candidates if reason]
 
     def readiness(self) -> Readiness:
         """Return whether new rooms can be admitted, and every reason why not.
 
-        A node that bootstrap knew stays ready while bootstrap is away; the absence is among the reasons all the same.
+        A node that bootstrap has known stays ready while bootstrap is away; the reasons name the absence.
         """
         announcer = self.announcer
         reasons = [*self.obstacles(), self._admission.problem(), announcer.obstacle if announcer else ""]
@@ -88,7 +86,7 @@ class NodeOverview:
         return Readiness(ready=ready, reasons=tuple(filter(None, reasons)))
 
     def _directory(self) -> BootstrapLinkStatus:
-        announcer, url = self.announcer, self._parts.config.bootstrap.url
+        announcer, url = self.announcer, self._node.config.bootstrap.url
         if announcer is None:
             state = RegistrationState.UNREACHABLE if url else RegistrationState.NONE
             return BootstrapLinkStatus(state=state, url=url, problem="HTTP is not open yet" if url else "")
@@ -96,41 +94,41 @@ class NodeOverview:
 
     def status(self) -> NodeStatus:
         """Return the status document."""
-        parts, kept = self._parts, self._parts.memory.restored
+        node, kept = self._node, self._node.memory.restored
         return NodeStatus(
-            **parts.identity._asdict(),
+            **node.identity._asdict(),
             version=__version__,
             at=moment(),
-            started_at=self._started_at,
+            started_at=node.started_at,
             model=ModelStatus(
-                name=parts.geometry.name,
-                fingerprint=fingerprint(parts.geometry),
-                tokens_per_page=parts.geometry.tokens_per_page,
-                identity=parts.config.tier.model,
+                name=node.geometry.name,
+                fingerprint=fingerprint(node.geometry),
+                tokens_per_page=node.geometry.tokens_per_page,
+                identity=node.config.tier.model,
             ),
-            memory_bytes=parts.layout.total_bytes,
+            memory_bytes=node.layout.total_bytes,
             ready=self.readiness(),
             bootstrap=self._directory(),
             control=self.control.endpoint if self.control else "",
-            ranks=parts.workers.status(),
-            engines=parts.engines.status(),
-            peers=self._peers.status(),
+            ranks=node.workers.status(),
+            engines=node.engines.status(),
+            peers=self._node.peers.status(),
             rooms=self._rooms.states(),
             admission=self._admission.status(),
-            pools=parts.book.counts(),
-            available_pages=parts.book.available_pages(),
+            pools=node.book.counts(),
+            available_pages=node.book.available_pages(),
             prefixes=self._prefixes(),
             host_tier=self._host_tier(),
             kept_pools=None if kept is None else KeptPoolsStatus.model_validate(kept, from_attributes=True),
-            store=None if parts.stored is None else parts.stored.status(),
-            quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
-            problems=parts.record.problems.lately(),
-            traffic=parts.record.traffic,
-            fence=self._peers.fence(),
+            store=None if node.stored is None else node.stored.status(),
+            quarantine={reason: tuple(map(str, owners)) for reason, owners in node.book.quarantine_reasons().items()},
+            problems=node.record.problems.lately(),
+            traffic=node.record.traffic,
+            fence=self._node.peers.fence(),
         )
 
     def _prefixes(self) -> PrefixStatus | None:
-        prefixes = self._parts.prefixes
+        prefixes = self._node.prefixes
         if prefixes is None:
             return None
         device = prefixes.index.device
@@ -139,14 +137,14 @@ class NodeOverview:
             unread_pages=len(device) - device.pinned,
             readers=prefixes.readers,
             evicted_pages=dict(+prefixes.index.evicted),
-            **{f"{kind}_tokens": self._parts.record.matched[kind] for kind in ("hit", "miss", "host")},
+            **{f"{kind}_tokens": self._node.record.matched[kind] for kind in ("hit", "miss", "host")},
             checkpoints=device.checkpoint_count,
             retained_pages=dict(prefixes.retained().most_common(8)),
             retention_refused=prefixes.retention_refused,
         )
 
     def _host_tier(self) -> HostTierStatus | None:
-        prefixes, backups, copies = self._parts.prefixes, self._parts.backups, self._parts.record.copies
+        prefixes, backups, copies = self._node.prefixes, self._node.backups, self._node.record.copies
         if prefixes is None or backups is None:
             return None
         where, copied, loaded = prefixes.residency(), copies["backup"], copies["load_back"]
@@ -170,15 +168,15 @@ class NodeOverview:
         )
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """Set the gauges from the status document; return the metrics page in pieces, in an accepted form, and its content type."""
-        status, metrics, stored = self.status(), self.metrics, self._parts.stored
+        """Set the gauges from the status document. Return the metrics page in pieces, in an accepted form, and its content type."""
+        status, metrics, stored = self.status(), self.metrics, self._node.stored
 
         def by_word(metric: m.MetricSpec, found: Mapping[Any, float]) -> None:
             metrics.replace(metric, {(str(word),): value for word, value in found.items()})
 
         by_word(m.ROOMS, {state.value: status.rooms.get(state.value, 0) for state in RoomState})
         by_word(m.QUARANTINED, self._rooms.quarantined())
-        by_word(m.ENGINES, self._parts.engines.states())
+        by_word(m.ENGINES, self._node.engines.states())
         by_word(m.WORKERS, Counter(rank.state for rank in status.ranks))
         by_word(m.DIRECTORY_REGISTRATION, {status.bootstrap.state: 1})
         if status.fence is not None:
@@ -203,7 +201,7 @@ class NodeOverview:
 
     def page(self) -> Document:
         """Return the document of the status page: the status, and some rooms of each state."""
-        now_s, recent = time.monotonic(), self._parts.record
+        now_s, recent = time.monotonic(), self._node.record
         rooms = [
             {
                 "room": room,
@@ -229,7 +227,7 @@ class NodeOverview:
 
     def timeline(self, room: int, generation: int | None) -> RoomTimeline:
         """Return the timeline of a room, by default of the newest attempt. Raises UnknownRoomError."""
-        found = self._parts.record.of(room, generation)
+        found = self._node.record.of(room, generation)
         if found is None:
             which = f"room {room}" if generation is None else f"room {room} in generation {generation}"
             raise UnknownRoomError(f"{which} has no timeline here: it was never admitted, or ended and was forgotten")
@@ -245,21 +243,21 @@ class NodeOverview:
 
     def registration(self) -> NodeRegistration:
         """Return the node's entry in the directory, once HTTP is open."""
-        parts, config, reasons = self._parts, self._parts.config, self.obstacles()
+        node, config, reasons = self._node, self._node.config, self.obstacles()
         return NodeRegistration(
-            **parts.identity._asdict(),
+            **node.identity._asdict(),
             http_url=config.http.advertised(self.http_url),
             engine_url=config.engine_url,
             control=self.control,
             meets_by=control_modes(config, self.control),
             pp_size=config.parallelism.pp_size,
             tp_size=config.parallelism.tp_size,
-            stage_boundaries=parts.stage_boundaries,
-            ranks=tuple(parts.workers.layers),
-            fingerprint=fingerprint(parts.geometry),
+            stage_boundaries=node.stage_boundaries,
+            ranks=tuple(node.workers.layers),
+            fingerprint=fingerprint(node.geometry),
             model_identity=config.tier.model,
-            geometry=parts.geometry,
-            host=tuple(sorted(parts.layout.host_kinds)),
+            geometry=node.geometry,
+            host=tuple(sorted(node.layout.host_kinds)),
             features=FEATURES,
             ready=not reasons,
             reasons=tuple(reason[:REASON_CHARS] for reason in reasons),
@@ -267,16 +265,16 @@ class NodeOverview:
         )
 
     def _sent_bytes(self) -> dict[str, int]:
-        """Return the bytes sent to each instance: not a part of `load`, which is called many times a second."""
-        traffic, found = self._parts.record.traffic, Counter[str]()
-        for peer in self._peers.status():
+        """Return the bytes sent to each instance. They are no part of `load`, which is called many times a second."""
+        traffic, found = self._node.record.traffic, Counter[str]()
+        for peer in self._node.peers.status():
             if isinstance(peer, DecodeNodeStatus) and peer.incarnation in traffic:
                 found[peer.instance] += traffic[peer.incarnation].sent_bytes
         return dict(found.most_common(SHOWN_LINKS))
 
     def load(self) -> Load:
-        """Return how full the node is: its rooms and pages."""
-        book, prefixes = self._parts.book, self._parts.prefixes
+        """Return the number of rooms and the pages."""
+        book, prefixes = self._node.book, self._node.prefixes
         available, counts = book.available_pages(), book.counts()
         return Load(
             rooms=len(self._rooms.open),

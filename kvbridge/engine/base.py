@@ -1,4 +1,4 @@
-"""Engine and Room, for both roles: attaching, views, page keys, events and the end."""
+"""Engine and Room of both roles: attaching, views, page keys, events and the end."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_CALL_TIMEOUT_S = 10.0
 OwnPages = Sequence[int] | Mapping[IndexSpace, Sequence[int] | PageTable]
-"""Block ids of an engine with adopted memory, in the order of the tokens; by index space when the model has several."""
+"""Block ids of an engine with adopted memory, in the order of the tokens; by index space if the model has several."""
 
 
 class Engine(Closing):
@@ -96,13 +96,13 @@ class Engine(Closing):
         """Attach to the daemon with this runtime directory, for `ranks` (default: every rank of the node).
 
         The daemon's pools are mapped into this process, and `views` shows them. `call_timeout_s` bounds every later call, too.
-        `on_progress` is called while the node's host pool is page-locked for this process's GPUs, which takes a while for a large
-        pool. None leaves the pool pageable, so kernels cannot reach it. `daemon_user`: number of the user that runs the daemon,
-        when that is another user. This process must then be in the daemon's `runtime_group`, and trusts that user.
+        `on_progress` is called during the page-locking of the node's host pool for this process's GPUs, which takes a while for a
+        large pool. None leaves the pool pageable, and kernels cannot reach it then. `daemon_user`: number of the daemon's user, if
+        it is another. This process must then be in the daemon's `runtime_group`, and trusts that user.
 
-        Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
+        Raises DeadlineError when no daemon answers, NotReadyError when the node's memory does not exist within `call_timeout_s`,
         InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when the node's memory cannot be opened or
-        page-locked, UnsupportedError when its GPU cannot be used here.
+        page-locked, UnsupportedError when its GPU is of no use here.
         """
         link = EngineLink(runtime_dir, timeout_s=call_timeout_s, daemon_user=daemon_user)
         return cls._attach(link, tuple(ranks), {}, None, on_progress)
@@ -117,15 +117,15 @@ class Engine(Closing):
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
     ) -> Self:
-        """Attach with this process's own tensors as the device pools of each rank that it serves.
+        """Attach with this process's own tensors as the device pools of its ranks.
 
-        `regions`: one `adopted_region` for each component and layer of the rank that is not in the node's own host pool. Keep the
-        tensors where they are until `close` has returned: threads of this process move their bytes. Without regions, other
-        processes bring the memory, and this process calls for `ranks` (default: every rank of the node). Raises the errors of
-        `attach`, and InvalidInputError for regions that do not fit the model.
+        `regions`: for each rank one `adopted_region` per component and layer, except those in the node's own host pool. Keep the
+        tensors in place until `close` has returned: threads of this process move their bytes. Without regions, other processes
+        bring the memory, and this process calls for `ranks` (default: every rank of the node). Raises the errors of `attach`, and
+        InvalidInputError for regions that do not fit the model.
 
-        Calls about a room, except `begin` and `claim`, do not wait for an answer: a refusal by the node arrives as an event
-        `refused`. A call raises NotReadyError when the node does not read, PeerError when the node is gone.
+        Calls about a room, except `begin` and `claim`, do not wait for an answer: a refusal arrives as an event `refused`. A call
+        raises NotReadyError when the node does not read, PeerError when the node is gone.
         """
         leave_standard_output()
         with ExitStack() as stack:
@@ -158,14 +158,13 @@ class Engine(Closing):
     def worker_ends(self) -> list[WorkerEnd]:
         """Adopted pools: return the ends of this process's rank workers since the last call.
 
-        An ended rank worker reads and writes no page any more, even if the node lives. Its transfers fail, and it starts again by
-        itself.
+        An ended rank worker touches no page any more, even if the node lives. Its transfers fail, and it starts again by itself.
         """
         return [end for worker in self._workers or () for end in worker.ends()]
 
     @property
     def incarnation(self) -> str:
-        """Incarnation of the node. Another incarnation knows nothing of the rooms of this one."""
+        """Incarnation of the node. Another incarnation does not know the rooms of this one."""
         return self._answer.incarnation
 
     @property
@@ -174,7 +173,7 @@ class Engine(Closing):
         return self._answer.geometry
 
     def page_keys(self, tokens: TokenIds, *, adapter: str = "", namespace: str = "") -> Keys:
-        """Return the page keys of a request's tokens: a sequence or a one-dimensional array of ids (`kvbridge.tier.keys`).
+        """Return the page keys (`kvbridge.tier.keys`) of a request's tokens: a sequence or a one-dimensional array of ids.
 
         `adapter`: the model's adapter; `namespace`: the request's. Raises UnsupportedError when the node does not state its model
         (`tier.model_name`, `tier.model_revision`), InvalidInputError when `tokens` are no token ids.
@@ -202,7 +201,7 @@ class Engine(Closing):
 
     @property
     def views(self) -> dict[Rank, PoolViews]:
-        """Zero-copy views of each rank's pools (on decode with the node's host pool); valid until `close`."""
+        """Zero-copy views of each rank's pools, on decode with the node's host pool; valid until `close`."""
         return self._memory.views
 
     def layers(self, rank: Rank) -> tuple[int, ...]:
@@ -229,9 +228,9 @@ class Engine(Closing):
         return tables
 
     def _load_back(self, room: Room, pages: Pages, *, by_layer: bool) -> None:
-        """Enqueue a room's copies from host memory, if it needs any. The node is told when the GPUs have done them.
+        """Enqueue a room's copies from host memory, if any, and tell the node when the GPUs have done them.
 
-        When enqueueing fails, the room is given up and the error raised.
+        After a failure the room is given up and the error raised.
         """
         if not pages.load:
             return
@@ -252,12 +251,12 @@ class Engine(Closing):
         self._deferred.send_when(arrived, f"load of room {room.id}", say)
 
     def abort(self, room: int, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
-        """Give a room up by its id. Submit nothing more that touches its pages. Harmless on a room that is over.
+        """Give a room up by its id. Submit no more work that touches its pages. Harmless on a room that is over.
 
         `again`: on prefill, this engine computes the prompt once more and holds the room's next generation. Decode's room then
         fails with the code `withdrawn`, and decode may fetch the next generation.
 
-        With pools on a GPU, this call or a later one, `events` included, tells the node once `stream` (default: the current one)
+        With pools on a GPU, this call or a later one, `events` included, tells the node after `stream` (default: the current one)
         has come to this point.
         """
         said = AbortRoom(call=self._link.number(), room=room, reason=reason[:REASON_CHARS], again=again)
@@ -266,8 +265,8 @@ class Engine(Closing):
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return the events of rooms since the last call, waiting up to `timeout_s` for the first event.
 
-        Every call sends the releases and aborts whose GPU has come to their point, so an idle engine has to call this now and then.
-        Raises DetachedError, once there are no events left, when the device memory is gone.
+        Every call sends the releases and aborts that waited for their GPU, so an idle engine has to call this now and then. Raises
+        DetachedError, after the last event, when the device memory is gone.
         """
         return self._await_events(self._link.events, timeout_s)
 
@@ -287,12 +286,12 @@ class Engine(Closing):
                 return []
 
     def close(self) -> None:
-        """Leave the node. Rooms that this engine still works on fail; views must not be used any more. Harmless when closed.
+        """Leave the node. The engine's open rooms fail, and views must not be used any more. Harmless when closed.
 
         Only the current streams may still use the pools; this waits for them at most as long as for one call. Raises DeadlineError
         when the streams or a rank worker of this process do not end in time, UnclosedError when a rank worker has ended without
         closing its transports. This process has left all the same: the node uses its pages again when the process has ended, and
-        adopted tensors must stay where they are until then.
+        adopted tensors must stay in place until then.
         """
         if self._closed:
             return
@@ -307,7 +306,7 @@ class Engine(Closing):
             self._leave(through=through)
 
     def _leave(self, *, through: bool) -> None:
-        """Unmap the memory and leave the node, which waits for the end of our process unless no GPU uses the pools (`through`)."""
+        """Unmap the memory and leave the node. Unless no GPU uses the pools (`through`), the node waits for our process to end."""
         with present_gpu_kept(), ExitStack() as stack:  # runs from bottom to top
             stack.callback(self._link.close)
             if through:
@@ -328,7 +327,7 @@ class Engine(Closing):
             log.warning("detach_failed", code=failure.code, reason=str(failure))
 
     def say(self, kind: type[RoomCall], room: int, **fields: Any) -> None:  # noqa: ANN401 - the message's own
-        """Send a call about a room, after the calls that are due. Verbs of rooms and connectors (`engine.kit`) use this.
+        """Send a call about a room, after the due calls. Verbs of rooms and connectors (`engine.kit`) use this.
 
         Raises a refusal. With adopted pools this does not wait, and a refusal is an event.
         """
@@ -340,7 +339,7 @@ class Engine(Closing):
         return self._link.call(message, answer)
 
     def _let_go(self, message: Release | AbortRoom, stream: StreamChoice) -> None:
-        """Tell the node that pages are free, as soon as this engine's GPU does not use them any more."""
+        """Tell the node that pages are free, when this engine's GPU does not use them any more."""
         loaded = self._loads.points(message.room)
         self._loads.forget(message.room)
         if not self._order.devices:
@@ -369,14 +368,14 @@ class Room:
     tables: Tables
     """Pages of the room, by index space."""
     host_tokens: int = 0
-    """Tokens at the prefix's end that only the node's host memory held. Copies on a GPU stream of their own load them, and the
-    current stream of each GPU waits for the copies; with `by_layer` the engine calls `wait_layer` instead. With pools in host
-    memory the tokens are there already."""
+    """Tokens at the prefix's end in the node's host memory alone. Copies on a GPU stream of their own load them, and the current
+    stream of each GPU waits for the copies; with `by_layer` the engine calls `wait_layer` instead. With pools in host memory the
+    tokens are there already."""
     traceparent: str = ""
-    """The room's span in W3C's form, as the parent of the engine's own spans; empty when the request is not traced."""
+    """The room's span in W3C's form, the parent of the engine's own spans; empty without a trace."""
 
     def wait_layer(self, layer: int, *, stream: StreamChoice = None) -> None:
-        """Let `stream` (default: the current one) wait until a layer of the prefix is loaded; the host does not wait.
+        """Let `stream` (default: the current one) wait for the load of a layer of the prefix; the host does not wait.
 
         For rooms begun or claimed `by_layer`. Call this before the layer reads or writes a page of the room.
         """

@@ -1,4 +1,4 @@
-"""The decode engine: it claims rooms when all rows are there, extends and releases them."""
+"""The decode engine, which claims rooms with all rows there, extends and releases them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from kvbridge.tier.keys import NO_KEYS, Keys
 class DecodeRoom(Room):
     """A claimed room. Its pages are the engine's until `release`, which the end of a `with` block calls.
 
-    Other rooms may read whole pages of a prompt with page keys, and nobody writes these.
+    Other rooms may read whole pages of a prompt with page keys, and nobody writes these pages.
     """
 
     held_by_decode: int = 0
-    """Tokens of the prompt that this node held already: their rows were not sent."""
+    """Prompt tokens that this node held already: their rows were not sent."""
     metadata: dict[str, bytes] = field(default_factory=dict)
-    """Bytes that each prefill rank's engine gave to `finish`, by `str(rank)`."""
+    """Bytes from `finish` of each prefill rank's engine, by `str(rank)`."""
     amounts: Amounts = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     _is_over: bool = False
@@ -43,7 +43,7 @@ class DecodeRoom(Room):
         return parts_of(self.engine.views, self.tables, lambda component, _: component.live_rows(count, behind))
 
     def extend(self, tokens: int) -> Tables:
-        """Reserve pages for `tokens` tokens in all (prompt and generated); return `tables`, which has them. Raises CapacityError.
+        """Reserve pages for `tokens` tokens (prompt and generated); return the new `tables`. Raises CapacityError.
 
         The table of window pages is a ring: at each length, `rotate_window` takes out the pages that `window_pages` names.
         """
@@ -60,15 +60,15 @@ class DecodeRoom(Room):
         sparse: SparseRows | None = None,
         stream: StreamChoice = None,
     ) -> None:
-        """Say that the request has ended. Submit nothing more that touches its pages.
+        """Say that the request has ended. Submit no more work that touches its pages.
 
-        `valid_tokens`: tokens whose rows are complete in the pages: the prompt, and all generated tokens but the last, which was
+        `valid_tokens`: tokens whose rows are complete in the pages: the prompt, and all generated tokens except the last, which was
         not fed. `page_keys`: the keys of these tokens. Without them, and in a room without keys, nothing of the answer is kept. All
-        engines of the node must say the same. After InvalidInputError, KeyMismatchError and ConflictError nothing is kept; the
+        engines of the node must say the same. After InvalidInputError, KeyMismatchError and ConflictError nothing is kept, and the
         pages are released all the same. `sparse`: counts of a hot buffer (`SparseCache.release`), for the node's metrics.
 
-        With pools on a GPU the pages are used again when `stream` (default: the current one) has come to this point. This call or a
-        later one, `events` included, tells the node; this call does not wait.
+        With pools on a GPU the pages are used again after `stream` (default: the current one) has come to this point. This call or
+        a later one, `events` included, tells the node; this call does not wait.
         """
         self._is_over = True
         answer = {"valid_tokens": valid_tokens, "page_hashes": page_keys.data}
@@ -83,7 +83,7 @@ class DecodeRoom(Room):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Release the room unless it is over. An error of the block is worth more than an error of the release."""
+        """Release the room unless it is over. An error of the block goes before an error of the release."""
         if self._is_over:
             return
         try:
@@ -115,18 +115,18 @@ class DecodeEngine(Engine):
     ) -> None:
         """Adopted pools: admit a room that these prefill nodes hold or will hold, or name the pages of a room. This does not wait.
 
-        With `prefill` and `prompt_tokens` it admits the room, as soon as the engine hears of the request. The prefill nodes hear at
-        once that this node will come, and hold the room without a limit until pages are named, the room is aborted, or this process
-        has ended. `prompt_digest`: as in prefill's `hold`; another digest fails the room. `held`: prefill has said that it holds
-        the room, so a room that prefill does not know fails soon.
+        `prefill` and `prompt_tokens` admit the room, as soon as the engine hears of the request. The prefill nodes hear at once
+        that this node will come, and hold the room without a limit until pages are named, the room is aborted, or this process has
+        ended. `prompt_digest`: as in prefill's `hold`; another digest fails the room. `held`: prefill has said that it holds the
+        room, so a room that prefill does not know fails soon.
 
-        `pages`: the engine's pages for the room, here or in a later call without `prefill`; also for a room of which a `wanted`
-        event asks for pages. They belong to the room until an event says that it is committed or over. `held_by_decode`: tokens
-        from the start that the engine has already and that are not sent: a multiple of the geometry's `tokens_per_page`, at most
-        the prompt, and 0 where a component lives in host memory. Page ids begin behind these tokens.
+        `pages`: the engine's pages for the room, here or in a later call without `prefill`; also for a room whose `wanted` event
+        asks for pages. They belong to the room until an event says that it is committed or over. `held_by_decode`: tokens from the
+        start that the engine has already and that are not sent: a multiple of the geometry's `tokens_per_page`, at most the prompt,
+        and 0 when a component is in host memory. Page ids begin behind these tokens.
 
-        Events tell the rest: after `committed` the pages are this engine's, with all rows; after `refused`, `aborted` or `failed`
-        nothing writes them any more.
+        After the event `committed` the pages are this engine's, with all rows; after `refused`, `aborted` or `failed` nothing
+        writes them any more.
         """
         tables = None
         if pages is not None:
@@ -153,16 +153,16 @@ class DecodeEngine(Engine):
     def claim(
         self, room: int, *, timeout_s: float | None = None, page_keys: Keys = NO_KEYS, by_layer: bool = False
     ) -> DecodeRoom:
-        """Take a room when all of its rows are there, waiting up to `timeout_s`; None: it must be committed already.
+        """Take a room with all of its rows, waiting up to `timeout_s`; None: the room must be committed already.
 
-        `page_keys`: those of the request's prompt as this engine has it. Needed for a room that was admitted with keys, otherwise
-        without effect. Other keys than the room's raise KeyMismatchError, and the room fails.
+        `page_keys`: those of the prompt as this engine has it. Needed for a room that was admitted with keys, otherwise without
+        effect. Other keys than the room's raise KeyMismatchError, and the room fails.
 
         `by_layer`: see `host_tokens` and `wait_layer` of the room. Raises TransportError when the copies from host memory cannot be
         submitted; the room is given up then.
 
-        Raises RoomFailedError, with the first cause, when the room ends first or the node refuses what this engine has said of it;
-        ConflictError when it is not committed yet and `timeout_s` is None, otherwise DeadlineError.
+        Raises RoomFailedError, with the first cause, when the room ends first or the node refuses a call of this engine about it;
+        ConflictError when the room is not committed yet and `timeout_s` is None, otherwise DeadlineError.
         """
         take = partial(self._claim, room, page_keys=page_keys, by_layer=by_layer)
         if timeout_s is None:

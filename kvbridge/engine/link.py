@@ -46,9 +46,9 @@ log = structlog.get_logger(__name__)
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 RoomCall = Hold | Fetch | Provide | Publish | Finish | Release | AbortRoom
-"""Calls that are answered by Accepted or by a refusal."""
+"""Calls whose answer is Accepted or a refusal."""
 EVENTS_KEPT = 4_096
-"""Limit of events kept for an engine that does not ask for them. A room whose event was dropped can still be claimed."""
+"""Limit of events kept for an engine that does not ask for them. A room can be claimed without its event."""
 RETRY_PAUSE_S = 0.05
 
 
@@ -56,7 +56,7 @@ class EngineLink:
     """The connection of one engine process. No call blocks longer than its timeout."""
 
     def __init__(self, runtime_dir: Path | str, *, timeout_s: float, daemon_user: int | None = None) -> None:
-        """Connect to the node with this runtime directory, whose daemon runs as `daemon_user` (default: this process's user)."""
+        """Connect to the node with this runtime directory. `daemon_user`: the daemon's user (default: this process's)."""
         path = Path(runtime_dir).absolute() / ENGINE_SOCKET
         self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
             path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
@@ -67,16 +67,16 @@ class EngineLink:
         self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
         self._overflowed = False
         self._posted: dict[int, tuple[int, int]] = {}
-        """Room and generation (0: none named) of each posted call. Nobody waits for its answer."""
+        """Room and generation (0: none named) of each posted call, for whose answer nobody waits."""
         self.lost = ""
-        """Reason why the device memory of this attachment is gone; empty while it is there."""
+        """Why the device memory of this attachment is gone; empty while it exists."""
 
     def number(self) -> int:
         """Return the number for the next call."""
         return next(self._numbers)
 
     def attach(self, role: Role, ranks: tuple[Rank, ...], *, brings_memory: bool = False) -> Attached:
-        """Attach once the node has its memory. A node with adopted memory has it only when its engines have attached."""
+        """Attach as soon as the node has its memory: adopted memory exists only after its engines have attached."""
         until_s = time.monotonic() + self.timeout_s
         while True:
             try:
@@ -91,7 +91,7 @@ class EngineLink:
         return answer
 
     def call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
-        """Send a call and return its answer. Raises the BridgeError that the node answered, or DeadlineError."""
+        """Send a call and return its answer. Raises the error in the node's answer, or DeadlineError."""
         self._client.send(message, self.timeout_s)  # type: ignore[arg-type]
         deadline_s = time.monotonic() + self.timeout_s
         while True:
@@ -109,20 +109,20 @@ class EngineLink:
     def post(self, message: RoomCall) -> None:
         """Send a call about a room without waiting; a refusal becomes an event of the room.
 
-        Raises NotReadyError when the daemon does not read, PeerError once it is gone; the call was not sent then.
+        Raises NotReadyError when the daemon does not read, PeerError when it is gone. The call was not sent then.
         """
         self._client.send(message, 0.0)
         self._posted[message.call] = message.room, getattr(message, "generation", 0)
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return the events that have come, waiting up to `timeout_s` for the first."""
+        """Return the events, waiting up to `timeout_s` for the first."""
         self._receive(0.0 if self._events else timeout_s)
         events = list(self._events)
         self._events.clear()
         return events
 
     def first_event(self, room: int, timeout_s: float) -> list[RoomEvent]:
-        """Return a room's first event in a list, empty if none comes: this waits up to `timeout_s` for an event of any room."""
+        """Return a room's first event in a list, empty without one: this waits up to `timeout_s` for an event of any room."""
         for wait_s in (0.0, timeout_s):
             self._receive(wait_s)
             mine = next((event for event in self._events if event.room == room), None)
@@ -137,7 +137,7 @@ class EngineLink:
             wait_s = 0.0
 
     def _take(self, received: NodeToEngine) -> None:
-        """Keep an event, and the refusal of a posted call as an event. Drop other answers."""
+        """Keep events and refusals of posted calls, as events. Drop other answers."""
         if isinstance(received, Detached):
             self.lost = received.reason
             return
@@ -160,7 +160,7 @@ class EngineLink:
 
 
 def _checked(received: Answer, answer: type[AnswerT]) -> AnswerT:
-    """Return the expected answer, or raise the error that a refusal stands for."""
+    """Return the expected answer, or raise the error of a refusal."""
     if isinstance(received, answer):
         return received
     if not isinstance(received, Refused):

@@ -33,7 +33,7 @@ SETUP_TIMEOUT_S = 120.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Pauses before an ended rank worker starts again. They double, until a worker has served longer than the longest pause."""
 ENDED = "its node has ended it"
-"""Reason of a rank worker that its node has shut down, as a node does when it stops."""
+"""Reason of a rank worker whose node has shut it down, as a node does when it stops."""
 CLOSE_TIMEOUT_S = 30.0
 """Longest wait for the end of a rank worker: the default limit of closing transports, and some seconds."""
 KEEP_TENSORS = "it may still read and write the adopted tensors, so keep them where they are and end this process"
@@ -57,7 +57,7 @@ class EngineMemory:
         daemon_user: int | None,
         on_progress: Progress | None,
     ) -> None:
-        """`adopted`: the device regions that this process brings. `on_progress`: as for `Engine.attach`."""
+        """`adopted`: the device regions of this process. `on_progress`: as for `Engine.attach`."""
         brought = {rank: _checked(answer, rank, given) for rank, given in adopted.items()}
         devices = {rank: answer.device.get(str(rank), ()) for rank in answer.ranks}
         shared = (*answer.twins, *answer.host, *(region for rank in answer.ranks for region in devices[rank]))
@@ -80,7 +80,7 @@ class EngineMemory:
             self._open = stack.pop_all()
 
     def close(self) -> None:
-        """Drop the views and unmap the memory. Tensors that came from the views must not be used any more."""
+        """Drop the views and unmap the memory. Tensors from the views must not be used any more."""
         self._open.close()
 
 
@@ -93,7 +93,7 @@ def _checked(answer: Attached, rank: Rank, given: Sequence[Region]) -> tuple[Reg
 
 @contextmanager
 def present_gpu_kept() -> Iterator[None]:
-    """Restore the GPU that the engine had chosen, because opening memory makes its GPU the thread's current one."""
+    """Restore the GPU that the engine has chosen: opening memory makes its GPU the thread's current one."""
     before = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     try:
         yield
@@ -104,14 +104,14 @@ def present_gpu_kept() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEnd:
-    """A rank worker of this process has ended. Its transports are closed, so it moves no byte any more."""
+    """The end of a rank worker of this process. Its transports are closed, so it moves no byte any more."""
 
     rank: Rank
     reason: str
     node: str = ""
-    """Incarnation of the node that the rank worker served."""
+    """Incarnation of the rank worker's node."""
     node_gone: bool = False
-    """Whether this node has ended, too. A node that lives notices the end, and sends the events of its rooms."""
+    """Whether this node has ended, too. A living node notices the end, and sends the events of its rooms."""
 
 
 def adopted_region(
@@ -160,17 +160,17 @@ def adopted_region(
 class AdoptedWorker:
     """The rank worker of one rank, on a thread of the engine's process.
 
-    It does the work of a rank-worker process: the node still decides everything and owns the host pool. The tensors must stay where
-    they are until `close`, and pages of a room belong to the room until the event that ends it.
+    It does the work of a rank-worker process: the node decides everything and owns the host pool. The tensors must stay in place
+    until `close`, and pages of a room belong to the room until the event that ends it.
     """
 
     def __init__(self, runtime_dir: Path, rank: Rank, regions: Sequence[Region]) -> None:
-        """Start the thread, which connects to the node, and again whenever the rank worker has ended."""
+        """Start the thread, which connects to the node, and again after each end of the rank worker."""
         self.rank = rank
         self._ends: deque[WorkerEnd] = deque()
         self._link: NodeLink | None = None
         self._unclosed = ""
-        """Reason why the rank worker may still move bytes, though its thread has ended."""
+        """Why the rank worker may still move bytes, though its thread has ended."""
         self._stop = threading.Event()
         socket = runtime_dir.absolute() / WORKER_SOCKET
         self._thread = threading.Thread(target=self._run, args=(socket, regions), name=f"kvbridge-{rank}", daemon=True)
@@ -178,7 +178,7 @@ class AdoptedWorker:
 
     @property
     def node(self) -> str:
-        """Incarnation of the node that the rank worker serves now; empty while there is none."""
+        """Incarnation of the rank worker's present node; empty without one."""
         link = self._link
         return link.daemon if link is not None else ""
 
@@ -195,7 +195,7 @@ class AdoptedWorker:
             except UnclosedError as error:
                 self._unclosed = str(error)
                 log.error("adopted_worker_stuck", rank=str(self.rank), reason=str(error))
-                return  # its transports may still reach the tensors, so there must not be a second worker
+                return  # its transports may still reach the tensors: no second worker
             if self._stop.is_set():
                 return
             if end is not None:
@@ -207,7 +207,7 @@ class AdoptedWorker:
             self._stop.wait(pause_s)
 
     def _serve(self, socket: Path, regions: Sequence[Region]) -> WorkerEnd | None:
-        """Serve until the end. Return None when serving did not begin. Raises UnclosedError when something is not closed."""
+        """Serve until the end. Return None when serving did not begin. Raises UnclosedError when something stays open."""
         try:
             link = open_node_link(socket)
         except BridgeError as error:

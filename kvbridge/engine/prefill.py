@@ -1,4 +1,4 @@
-"""The prefill engine: it begins or holds rooms, publishes rows while it computes, and finishes rooms."""
+"""The prefill engine, which begins or holds rooms, publishes rows while it computes, and finishes rooms."""
 
 from __future__ import annotations
 
@@ -36,27 +36,26 @@ class PrefillRoom(Room):
 
     held_by_decode: int = 0
     """Tokens that decode holds already, if its offer has come: their rows are not sent. Write them all the same, because later
-    prompts may share the pages. Only rows of `held_by_prefill` need not be written."""
+    prompts may share the pages. Only rows of `held_by_prefill` need no writing."""
     held_by_prefill: int = 0
-    """Tokens that this node holds already: the engine starts to compute there. Their rows are in `tables` and count as published.
-    Only read them."""
+    """Tokens that this node holds already: the engine starts to compute there. Their rows are in `tables`, count as published, and
+    must only be read."""
     restore: Tables = field(default_factory=dict)
     """Pages to start from, as tables of a request of `held_by_prefill` tokens: the same growing rows, and the windows and states at
     that token. Only read these pages, until `finish` or `abort`."""
     checkpoints: Mapping[int, Tables] = field(default_factory=dict)
-    """Tokens, ascending, at which the node asks for a checkpoint, each with the pages for it. An engine that has computed exactly
-    so many tokens writes its windows and states there (`checkpoint_parts`) and names the checkpoint with `finish`. If it leaves a
-    checkpoint out, later requests cannot start there."""
+    """Tokens, ascending, at which the node asks for a checkpoint, with the pages for each. An engine that has computed exactly so
+    many tokens writes its windows and states there (`checkpoint_parts`) and names the checkpoint with `finish`. Later requests
+    cannot start at a checkpoint that it leaves out."""
     _published: int = 0
     _published_layers: dict[int, int] = field(default_factory=dict)
     _points: set[StreamPoint] | None = None
-    """Points after which a GPU has written the published rows; None: no GPU writes for this room."""
+    """Points after which a GPU has written the published rows; None: no GPU writes."""
 
     def final_parts(self, upto: int, *, layers: Collection[int] | None = None) -> Iterator[Part]:
-        """Yield the rows that become final with the first `upto` tokens: those that `publish(upto)` publishes.
+        """Yield the rows that become final with the first `upto` tokens: those of `publish(upto)`, on all layers or `layers`.
 
-        These are growing rows since the last publication, and with the prompt's last token windows and states. `layers`: only
-        these.
+        These are growing rows since the last publication, and with the prompt's last token windows and states.
         """
 
         def rows(component: Component, layer: int) -> RowInterval:
@@ -90,11 +89,11 @@ class PrefillRoom(Room):
     ) -> None:
         """Publish the first `upto` tokens: they are final in memory, on every layer or on `layers`.
 
-        `pages` (adopted pools): further pages of the room, after those named before. The room only reads pages whose tokens are all
+        `pages` (adopted pools): further pages of the room, behind the pages before. The room only reads pages whose tokens are all
         published on every layer: other rooms may name them too, and nobody writes them until these rooms are over.
 
-        With pools on a GPU the tokens are final when `stream` (default: the current one) has come to this point. Nothing is read
-        before that, and this call does not wait.
+        With pools on a GPU the tokens are final after `stream` (default: the current one) has come to this point. Nobody reads them
+        before, and this call does not wait.
 
         Raises InvalidInputError past the prompt, ConflictError backwards or when the room is over.
         """
@@ -127,15 +126,15 @@ class PrefillRoom(Room):
         `checkpoints`: tokens of the written checkpoints, among those that the room asks for. With pools on a GPU, write them before
         the last `publish`, on the same stream.
 
-        The pages go to a later room once they are sent. With pools on a GPU, pages of a failed room are used again when the GPU has
-        written the published rows; this or a later call tells the node.
+        The pages go to a later room after they are sent. With pools on a GPU, pages of a failed room are used again after the GPU
+        has written the published rows; this or a later call tells the node.
         """
         engine = self.engine
         engine._loads.forget(self.id)
         by_gpu = self._points is not None
         try:
             engine.say(Finish, self.id, metadata=metadata, by_gpu=by_gpu, checkpoints=tuple(checkpoints))
-        finally:  # the engine lets go of a room that is over by now like of any other
+        finally:  # the engine lets go in the same way of a room that is over by now
             if self._points is not None:
                 written = partial(engine._order.passed, frozenset(self._points))
                 engine._deferred.send_when(written, f"release of room {self.id}", self._release)
@@ -163,9 +162,9 @@ class PrefillEngine(Engine):
         namespace: str = "",
         retention: Retention | None = None,
     ) -> None:
-        """Admit a room, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full.
+        """Admit a room, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError.
 
-        `page_keys`: the prompt's, computed with the same `namespace`. `retention`: priority of its cached pages, and for how long.
+        `page_keys`: those of the prompt, with the same `namespace`. `retention`: priority of its cached pages, and for how long.
         """
         call = Admit(
             call=self._link.number(),
@@ -194,9 +193,9 @@ class PrefillEngine(Engine):
 
         `pages`: the pages so far, as for `begin`; None: `begin` follows. `held_by_prefill`: as for `begin`. After computing the
         whole prompt, name all of it: the room only reads the pages then, and other requests may read them as well.
-        `published_tokens`: so many are final in memory. The whole prompt finishes the room, and `metadata` travels as with
+        `published_tokens`: tokens that are final in memory. The whole prompt finishes the room, and `metadata` travels as with
         `finish`; otherwise `publish`, with further pages, and `finish` follow. `prompt_digest`: at most 32 bytes that identify the
-        prompt; a decode engine that names another digest gets nothing.
+        prompt; a decode engine with another digest gets nothing.
 
         This does not wait. The pages are the room's until an event `completed`, `refused`, `aborted` or `failed`.
         """
@@ -220,7 +219,7 @@ class PrefillEngine(Engine):
     def restorable(self, room: int) -> tuple[int, ...]:
         """Return the tokens at which an admitted room can start, ascending, always with 0; see `at_most` of `begin`.
 
-        The answer is true now. At `begin`, only its last entry is sure to be there still.
+        The answer is about this moment. At `begin`, only its last entry is sure.
         """
         return self._call(AskRestorable(call=self._link.number(), room=room), Restorable).tokens
 
@@ -241,12 +240,12 @@ class PrefillEngine(Engine):
         effect. Other keys than the room's raise KeyMismatchError, and the room fails.
 
         `pages` (adopted pools): the engine's own pages for the room. `held_by_prefill` (adopted pools): tokens from the prompt's
-        start that the engine's own prefix cache holds. The room only reads the pages that hold no other tokens, so other rooms may
-        name them too; do not write these pages until all of these rooms have ended. Every other page belongs to one room alone.
+        start in the engine's own prefix cache. The room only reads the pages that hold no other tokens, so other rooms may name
+        them too; do not write these pages until all of these rooms have ended. Every other page belongs to one room alone.
 
-        `at_most`: start at no more than so many tokens. Engines of an instance with several prefill nodes must start at the same
-        token: they compare their answers of `restorable`, and all begin with the largest number in every answer. Raises
-        CapacityError when there are no pages for the rest of the prompt.
+        `at_most`: latest token to start at. Engines of an instance with several prefill nodes must start at the same token: they
+        compare their answers of `restorable`, and all begin with the largest number in every answer. Raises CapacityError when
+        there are no pages for the rest of the prompt.
 
         `by_layer`: see `host_tokens` and `wait_layer` of the room. Raises TransportError when the copies from host memory cannot be
         submitted; the room is given up then.

@@ -1,7 +1,7 @@
 """An engine's GPU streams: the order between its own work and the bridge's work on the same pages, and loads from host memory.
 
-Nothing here waits for a GPU, except `DeferredCalls.finish`. With pools in host memory there are no points: every call is sent at
-once, and copies are done when `start` returns. The engine's own process loads, on a stream of its own, because a kernel of another
+Nothing here waits for a GPU, except `DeferredCalls.finish`. Pools in host memory have no points: every call is sent at once, and
+copies are done when `start` returns. The engine's own process loads, on a stream beside compute, because a kernel of another
 process would take turns with the engine's compute.
 """
 
@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 StreamChoice = torch.cuda.Stream | int | None
 """A stream, its handle, or None for the current stream of each GPU."""
 LOOK_AGAIN_S = 0.0005
-"""Pause between two questions to a GPU while somebody waits."""
+"""Pause between two questions to a GPU during a wait."""
 
 
 class StreamOrder:
@@ -71,12 +71,12 @@ class StreamOrder:
         return 0 if device is None else self._streams(stream)[device]
 
     def passed(self, points: Iterable[StreamPoint]) -> bool:
-        """Whether the GPUs have passed all `points`; never waits. Raises TransportError when a GPU has failed."""
+        """Return whether the GPUs have passed all `points`; never waits. Raises TransportError when a GPU has failed."""
         with current_gpu(next(iter(self._devices.values()), None)):
             return self._marks.reached(points)
 
     def reached(self, stream: StreamChoice, also: frozenset[StreamPoint] = frozenset()) -> Callable[[], bool]:
-        """Mark the present end of the stream on each GPU. Return a question: whether these points and `also` are passed."""
+        """Mark the present end of the stream on each GPU. Return a function that says whether these points and `also` are passed."""
         return partial(self.passed, also.union(self.points(stream).values()))
 
     def _streams(self, stream: StreamChoice) -> dict[int, int]:
@@ -99,7 +99,7 @@ class StreamOrder:
 
 
 class DeferredCalls:
-    """Calls that are sent in their order, each as soon as its point is reached. Used by one thread."""
+    """Calls in their order, each sent as soon as its point is reached. Used by one thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[str, Callable[[], bool], Callable[[], None]]] = deque()
@@ -111,9 +111,9 @@ class DeferredCalls:
         return len(self._waiting)
 
     def send_when(self, ready: Callable[[], bool], what: str, send: Callable[[], None]) -> None:
-        """Send now when `ready()` and nothing waits before it; otherwise keep the call for `send_due`. `what` names it in messages.
+        """Send now if `ready()` and nothing waits before this call; otherwise keep the call, named `what`, for `send_due`.
 
-        `ready` asks a GPU and never waits. Raises the error of `send` when it sends now.
+        `ready` asks a GPU and never waits. Raises the error of `send` if it sends now.
         """
         self.send_due()
         if not self._waiting and ready():
@@ -124,8 +124,8 @@ class DeferredCalls:
     def send_due(self) -> None:
         """Send the calls whose points are reached.
 
-        Raises NotReadyError or DeadlineError for a call that the node does not take in time; it stays, and is sent again later. A
-        refused call is logged and dropped; so is one whose GPU has failed, and `finish` raises for it.
+        Raises NotReadyError or DeadlineError when the node does not take a call in time; the call stays, and is sent again later. A
+        refused call is logged and dropped. A call whose GPU has failed is dropped, too, and `finish` raises for it.
         """
         while self._waiting:
             what, ready, send = self._waiting[0]
@@ -180,7 +180,7 @@ class RankCopier:
     layers: frozenset[int]
     """Layers with host copies."""
     page_bytes: Mapping[IndexSpace, int]
-    """Bytes copied for a page of each device space with host copies on this rank."""
+    """Copied bytes of a page, by device space with host copies on this rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -189,11 +189,11 @@ class Load:
 
     tickets: dict[Rank, int] = field(default_factory=dict)
     points: Mapping[str, StreamPoint] = field(default_factory=dict)
-    """Point after which the load is complete, for each rank with a GPU, by its name."""
+    """Point after which the load is complete, by the name of each rank with a GPU."""
     bytes: int = 0
     """Bytes over all ranks."""
     host_s: float = 0.0
-    """Duration of `start`; with pools in host memory this is the load."""
+    """Duration of `start`: the load itself with pools in host memory."""
     began: dict[int, Any] = field(default_factory=dict)
     ended: dict[int, Any] = field(default_factory=dict)
     """CUDA events with times, by GPU."""
@@ -223,7 +223,7 @@ def rank_copiers(
                 )
                 regions.append(region)
             if not regions:
-                continue  # a stage whose layers have no host copies, such as windows alone on decode
+                continue  # a stage without host copies, such as one with windows alone on decode
             means = CopyMeans(CopyBackend(backend), views.device)
             with current_gpu(views.device):
                 copier = HostCopier(geometry, regions, host_copies, direction=Direction.LOAD_BACK, means=means)
@@ -248,8 +248,8 @@ class LoadBacks(Closing):
     def start(self, room: int, pages: Pages, *, by_layer: bool) -> Load:
         """Enqueue the load that an answer to `begin` or `claim` asks for, on each rank.
 
-        Unless `by_layer`, the current stream of each GPU waits for it. Raises TransportError when it cannot be enqueued; `points`
-        are then after the copies that were.
+        Unless `by_layer`, the current stream of each GPU waits for it. Raises TransportError when a copy cannot be enqueued;
+        `points` are then behind the enqueued copies.
         """
         began_s, moves = time.monotonic(), page_moves(pages)
         load = self._loads[room] = Load()
@@ -271,7 +271,7 @@ class LoadBacks(Closing):
         return load
 
     def wait_layer(self, room: int, layer: int, stream: StreamChoice) -> None:
-        """Let the stream wait until a room's load of one layer is complete. Harmless for a room that loads nothing."""
+        """Let the stream wait for the load of one layer of a room. Harmless without a load."""
         load = self._loads.get(room)
         if load is None:
             return
@@ -282,12 +282,12 @@ class LoadBacks(Closing):
                 each.copier.wait_layer(layer, load.tickets[rank], stream=self._order.handle(each.device, stream))
 
     def points(self, room: int | None = None) -> frozenset[StreamPoint]:
-        """Return the points after which a room's load is complete; with None, the loads of all rooms."""
+        """Return the points behind the load of a room; with None, behind all loads."""
         loads = self._loads.values() if room is None else filter(None, [self._loads.get(room)])
         return frozenset(point for load in loads for point in load.points.values())
 
     def forget(self, room: int) -> None:
-        """Forget the load of a room. Harmless for a room that loads nothing."""
+        """Forget the load of a room. Harmless without a load."""
         self._loads.pop(room, None)
 
     def _handle(self, device: int | None) -> int:
@@ -301,13 +301,13 @@ class LoadBacks(Closing):
         return marks
 
     def close(self) -> None:
-        """Close the copiers, whose copies are complete. Harmless when closed."""
+        """Close the copiers after the end of their copies. Harmless when closed."""
         for each in self._copiers.values():
             each.copier.close()
 
 
 def page_moves(pages: Pages) -> PageMoves:
-    """Return the device pages that an answer wants to be loaded, with their host copies."""
+    """Return the device pages that an answer wants loaded, with their host copies."""
     own, twins = tables_from_wire(pages.tables), tables_from_wire(pages.load)
     moves: PageMoves = {}
     if (found := twins.get(IndexSpace.FULL_COPY)) is not None:

@@ -1,7 +1,7 @@
 """The pools of a rank as torch tensors that share their memory: pages, and rows in and out of them.
 
-A view is the memory itself and keeps nothing alive. Keep the memory mapped until every `PoolViews` over it, and every tensor that
-came from `page`, is gone; a later use is a crash.
+A view is the memory itself and keeps nothing alive. Keep the memory mapped until every `PoolViews` over it, and every tensor from
+`page`, is gone; a later use is a crash.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RowPlaces:
 def place_rows(component: Component, table: PageTable, start_row: int, stop_row: int) -> RowPlaces:
     """Return the places of rows [start_row, stop_row) of `component` in the pages of `table`.
 
-    Raises InvalidInputError for no interval, or when two of the rows would lie in one slot of a ring; PageOutOfBoundsError when the
-    table has no page for a row.
+    Raises InvalidInputError for no interval, and for two rows in one slot of a ring; PageOutOfBoundsError for a row without a page
+    in the table.
     """
     if not 0 <= start_row <= stop_row:
         raise InvalidInputError(f"{component.kind}: rows [{start_row}, {stop_row}) are not an interval of rows")
@@ -258,7 +258,7 @@ class Part:
     kind: ComponentKind
     layer: int
     rows: slice
-    """Row numbers along the request. A row of a growing cache stands for one token, or for as many as the model compresses."""
+    """Row numbers along the request. A row of a growing cache stands for one token, or for several compressed tokens."""
     view: RegionView
     table: PageTable
 
@@ -305,11 +305,11 @@ def _extents(region: Region, word_bytes: int) -> list[tuple[torch.Tensor, int]]:
         if region.memory is MemoryKind.DRAM:
             buffer = (ctypes.c_uint8 * (words * word_bytes)).from_address(address)
             memory = torch.frombuffer(buffer, dtype=_WORDS[word_bytes])
-        else:  # memory of somebody else, in the form that torch takes over without a copy
+        else:  # foreign memory, in the form that torch takes over without a copy
             form = {"data": (address, False), "shape": (words,), "strides": None, "typestr": _ARRAY_TYPES[word_bytes]}
             array = SimpleNamespace(__cuda_array_interface__=form | {"version": 3})
             memory = torch.as_tensor(array, device=torch.device("cuda", region.device))
-            if memory.data_ptr() != address:  # torch made a copy, and nobody would see what is written to it
+            if memory.data_ptr() != address:  # torch made a copy: nobody would see its changes
                 raise InvalidInputError(f"{region.label}: {address:#x} is not memory of cuda:{region.device}")
         found.append((memory, pages))
     return found

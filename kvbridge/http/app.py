@@ -1,8 +1,8 @@
 """A daemon's HTTP application: the entrance that every request passes, operators' routes, the status page, the description.
 
-/health and /ready need no token, because probes have none and learn little. The files of the status page need none either, because
-they hold no data: the page asks for a token and sends it with what it fetches (`page/page.js`). /metrics needs a token unless it is
-opened. Load balancers may ask /health and /ready by HEAD.
+/health and /ready need no token: probes have none and learn little. The files of the status page need none either, as they hold no
+data: the page asks for a token and sends it with its requests (`page/page.js`). /metrics needs a token unless it is opened. Load
+balancers may ask /health and /ready by HEAD.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from kvbridge.telemetry.registry import Metrics
 log = structlog.get_logger(__name__)
 
 OTHER = "other"
-"""Counted as the route of a request that met none."""
+"""Route of a request in the metrics that met none."""
 CLIENT_LEFT = 499
-"""Counted as the status of a request that got no answer."""
+"""Status of a request in the metrics that got no answer."""
 TURN_S = 0.002
-"""The rendering of /metrics lets others have their turn after this; with a shorter turn the page would wait for them."""
+"""Time after which the rendering of /metrics lets others have their turn; with less, the page would wait for them."""
 METRICS_PAGE = {
     "description": "The metrics, as Prometheus reads them",
     "content": {"text/plain": {"schema": {"type": "string"}}},
@@ -81,10 +81,10 @@ PAGE_HEADERS = {
     "Cache-Control": "no-cache",  # a page of one release must not run with scripts of another
 }
 PAGE_KEPT_S = 1.0
-"""The document of the status page is made this often at most, for all who look."""
+"""Shortest time between two documents of the status page, for all who look."""
 
 Document = dict[str, Any]
-"""The content of the status page, from which JSON is made."""
+"""Content of the status page, before it is JSON."""
 
 
 class AppSettings(FrozenModel):
@@ -92,7 +92,7 @@ class AppSettings(FrozenModel):
 
     http: HttpConfig = HttpConfig()
     grants: Callable[[], tuple[TokenGrant, ...]] = tuple
-    """Returns the bearer tokens of the moment. Without any, no token is asked for and everybody may name any namespace."""
+    """Returns the present bearer tokens. Without any, nobody needs a token, and everybody may name any namespace."""
     begin_trace: BeginTrace = pass_on
     """Makes the first span of a request for a room."""
 
@@ -122,7 +122,7 @@ class Alive(FrozenModel):
 
 
 class Version(FrozenModel):
-    """Releases that must fit together."""
+    """The release, and the protocol by which releases fit together."""
 
     name: str = "kvbridge"
     version: str = __version__
@@ -178,7 +178,7 @@ def assemble_app(
 class Entrance:
     """Gives a request an id and its caller's trace, checks its token and the length of its body, and counts its answer.
 
-    It is plain ASGI: no body is read for a caller without a token. Routes find the namespaces that the caller may name in
+    Plain ASGI, so no body is read for a caller without a token. Routes find the namespaces that the caller may name in
     `scope["state"]["namespaces"]`.
     """
 
@@ -190,11 +190,11 @@ class Entrance:
         open_paths: frozenset[str],
         answered: Callable[[str, str, int, float], None],
     ) -> None:
-        """`open_paths` need no token. `answered` gets the route's template, method, status and seconds; it must not raise."""
+        """`open_paths` need no token. `answered` gets the route's template, method, status and seconds, and must not raise."""
         self._app, self._settings, self._open_paths, self._answered = app, settings, open_paths, answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it. An unforeseen error answers 500 without internals; the log has them."""
+        """Pass a request on, or refuse it. The answer to an unforeseen error is 500 without internals, which the log has."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -227,7 +227,7 @@ class Entrance:
             TRACE.reset(traced)
 
     def _let_in(self, scope: Scope, headers: Headers) -> ASGIApp:
-        """Return the application, or the response that refuses a request by its head."""
+        """Return the application, or the response that refuses a request because of its head."""
         namespaces = self._namespaces(scope["path"], headers)
         if namespaces is None:
             error = UnauthorizedError("a valid token is needed: send 'Authorization: Bearer <http.token>'")
@@ -240,7 +240,7 @@ class Entrance:
         return self._app
 
     def _namespaces(self, path: str, headers: Headers) -> Namespaces | None:
-        """Return the namespaces that a caller may name; None when it shows no valid token where one is needed."""
+        """Return the namespaces that a caller may name; None without a valid token where one is needed."""
         grants = [grant for grant in self._settings.grants() if grant.token]
         if not grants or path in self._open_paths:
             return ANY_NAMESPACE
@@ -266,7 +266,7 @@ class Entrance:
 
 
 def _trace(headers: Headers) -> TraceContext | None:
-    """Return the caller's span. A header that names none is ignored, and so are several headers."""
+    """Return the caller's span. A malformed header is ignored, and so are several headers."""
     given = headers.getlist(TRACEPARENT_HEADER)
     return parse_traceparent(given[0]) if len(given) == 1 else None
 
@@ -283,13 +283,13 @@ def _operators_router(status: StatusPort, kind: type[BaseModel]) -> APIRouter:
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_model=Readiness, responses={503: {"model": Readiness, "description": "Not ready"}})
     async def get_ready() -> Response:
-        """Say whether new rooms can be admitted here, or pairs be made, and every reason why not."""
+        """Say whether new rooms can be admitted here, or pairs be made, with every reason why not."""
         readiness = status.readiness()
         return JSONResponse(readiness.model_dump(mode="json"), status_code=200 if readiness.ready else 503)
 
     @router.get("/metrics", response_class=Response, responses={200: METRICS_PAGE})
     async def get_metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
-        """Return the metrics for Prometheus, with exemplars when OpenMetrics is asked for."""
+        """Return the metrics for Prometheus; OpenMetrics has exemplars."""
         pieces, content_type = status.render_metrics(accept)
         body, turn_s = b"", monotonic()
         for piece in pieces:
@@ -313,7 +313,7 @@ def _operators_router(status: StatusPort, kind: type[BaseModel]) -> APIRouter:
 
 
 def page_router(make: Callable[[], Document], *, asks_token: bool, clock: Clock = monotonic) -> APIRouter:
-    """Return the routes of the status page. `asks_token`: the page has to ask for a token before it calls the daemon."""
+    """Return the routes of the status page. `asks_token`: the page asks for a token before it calls the daemon."""
     router = APIRouter(include_in_schema=False)
     contents = {name: file.read_bytes() for name, file in PAGE_FILES.items()}
     made_s, document = 0.0, b""
@@ -343,7 +343,7 @@ def page_router(make: Callable[[], Document], *, asks_token: bool, clock: Clock 
 def describe(
     app: FastAPI, bodies: Iterable[type[BaseModel]], open_paths: Iterable[str], *, asks_token: bool
 ) -> dict[str, Any]:
-    """Return an application's OpenAPI document. `asks_token`: callers have to show one, except at the open paths."""
+    """Return an application's OpenAPI document. `asks_token`: callers need a token except at the open paths."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {})
     kinds: list[type[BaseModel]] = [Problem, *bodies]

@@ -60,7 +60,7 @@ def _pairs_router(pairing: PairingService, settings: AppSettings) -> APIRouter:
     async def pair_request(request: Request) -> Response:
         """Pair a request and reserve both ends, at once or within its `wait_s`.
 
-        503 with Retry-After when no pair can take it. Nothing is kept then, nor when the caller hangs up while it waits.
+        503 with Retry-After when no pair has place. A room ends again in this case, and when the caller hangs up during the wait.
         """
         return await create(request, PairRequest, pair, lambda late: pairing.cancel(late.room, LEFT))
 
@@ -106,7 +106,7 @@ def _directory_router(directory: Directory) -> APIRouter:
         await directory.deregister(instance, node, incarnation)
 
     async def send_heartbeat(request: Request, instance: NamePath, node: NamePath) -> Response:
-        """Note that a node lives. 404: register again. 409 `stale`: another process has taken its place."""
+        """Take a heartbeat. 404: register again. 409 `stale`: another process has taken the node's place."""
         heartbeat = await read_body(request, NodeHeartbeat, extra="ignore")
         return json_response(await directory.heartbeat(instance, node, heartbeat))
 

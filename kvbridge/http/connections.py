@@ -1,8 +1,8 @@
-"""One HTTP connection: how long its caller may take, and when its requests are read.
+"""One HTTP connection: the time that its caller may take, and the turn of its requests.
 
 uvicorn has no limit on the time of a request, and reads every readable socket in turn. A thousand callers would then get a thousand
-times the processor time of one engine, and rooms under way would stop while new ones are refused. Here the loop looks at all
-sockets again between two requests, and a request behind too many others is answered 503 before it is read.
+times the processor time of one engine, and open rooms would stop while new ones are refused. Here the loop looks at all sockets
+again between two requests, and a request behind too many others is answered 503 before anybody reads it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ log = structlog.get_logger(__name__)
 MOST_WAITING = 128
 _HEAD_ENDS = re.compile(rb"\n\r?\n")
 _FIRST_PRINTABLE = 0x21
-"""No request begins with a smaller byte. TLS on a port without TLS does: it waits among the POSTs, to be refused."""
+"""No request begins with a smaller byte. A TLS handshake on a port without TLS does: it waits among the POSTs to be refused."""
 HEAD_BYTES = 16_384
 """h11 refuses a request whose head is longer."""
 
 
 def refusal(why: str) -> bytes:
-    """Return the answer to a request that is not read."""
+    """Return the answer to an unread request."""
     body = problem_of(CapacityError(why), path="").model_dump_json(exclude_none=True).encode()
     head = (
         f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {PROBLEM_TYPE}\r\nContent-Length: {len(body)}\r\n"
@@ -46,20 +46,20 @@ def refusal(why: str) -> bytes:
 
 
 class Line(Enum):
-    """A queue of callers, by what they ask for. Each line moves by itself."""
+    """A queue of callers by their kind of request. Each queue moves by itself."""
 
     OTHER = auto()
     """A health check, a report, or the cancellation of a room, which gives pages back."""
     CREATES = auto()
     """A POST."""
     GOES_ON = auto()
-    """The rest of a request whose beginning was read. Nobody is turned away here."""
+    """The rest of a begun request. Nobody is turned away here."""
 
 
 LONGEST_WAIT_S = {Line.OTHER: 1.0, Line.CREATES: 0.1}
-"""A line of MOST_WAITING callers turns others away once its first caller has waited this long, so a burst or a pause of the process
-turns nobody away. A refused POST is told to stay away for 0.1 s at least (`admission.retry_after_min_s`), so waiting longer for a
-refusal helps nobody. Health checks usually give up after 1 s."""
+"""A line of MOST_WAITING callers turns others away after its first caller has waited this long, so a burst or a pause of the
+process turns nobody away. A refused POST is told to stay away for at least 0.1 s (`admission.retry_after_min_s`), so a longer wait
+for a refusal helps nobody. Health checks usually give up after 1 s."""
 TOO_MANY_WAIT = {
     line: refusal(
         f"{MOST_WAITING} requests or more wait here to be read, the first of them for {wait_s:g} s already: this daemon is asked "
@@ -70,16 +70,16 @@ TOO_MANY_WAIT = {
 
 
 class Turns:
-    """Reads one request of each line, then lets the event loop look at all its sockets again."""
+    """Reads one request of each line, and then lets the event loop look at all its sockets again."""
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Clock = monotonic) -> None:
-        """`call_soon(do)` calls `do` when the loop has looked at its sockets once more."""
+        """`call_soon(do)` calls `do` after the loop has looked at its sockets once more."""
         self._call_soon, self._clock = call_soon, clock
         self._lines: dict[Line, deque[tuple[float, Callable[[], None]]]] = {line: deque() for line in Line}
         self._taken = False
 
     def wait(self, read: Callable[[], None], line: Line) -> bool:
-        """Call `read` now or in its turn. Return False, and never call it, when the line is too long."""
+        """Call `read` now or in its turn. Return False, without a call, when the line is too long."""
         now_s, waiting = self._clock(), self._lines[line]
         longest_s = LONGEST_WAIT_S.get(line)
         if longest_s is not None and len(waiting) >= MOST_WAITING and now_s - waiting[0][0] >= longest_s:
@@ -100,7 +100,7 @@ class Turns:
 
 
 class _Timer:
-    """Calls `late` when the limit has passed since `start`, unless it is stopped."""
+    """Calls `late` when the limit has passed after `start`, unless `stop` comes first."""
 
     def __init__(self, limit_s: float, late: Callable[[], None]) -> None:
         self._limit_s, self._late = limit_s, late
@@ -132,21 +132,21 @@ class BoundedProtocol(H11Protocol):
     ) -> None:
         """`request_s` (`http.max_request_s`) begins with the connection, or with the first byte after an answer.
 
-        The last byte of a request must arrive within it. A TLS handshake may take as long before that. A caller must also take some
-        of its answer within this time.
+        The last byte of a request must arrive within this time. A TLS handshake before the request may take as long. A caller must
+        also take some of its answer within this time.
         """
         super().__init__(config, state, {})
         self._turns, self._when_ended, self._seldom = turns, when_ended, seldom
         self._ended = False
         self._unread = b""
-        """Bytes that have arrived and that h11 has not got yet."""
+        """Received bytes before h11 gets them."""
         self._waits = False
         """Whether this connection waits for its turn."""
         self._late = False
-        """Whether the time for the request ran out while it waited for its turn."""
+        """Whether the request's time ran out while it waited for its turn."""
         self._request_timer = _Timer(request_s, self._too_slow)
         self._answer_timer = _Timer(request_s, self._not_taken)
-        """Runs while the caller has to take some of its answer."""
+        """Runs while the caller must take some of its answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -169,7 +169,7 @@ class BoundedProtocol(H11Protocol):
         self._seek_turn()
 
     def handle_events(self) -> None:
-        """Seek a turn for the request behind an answered one: uvicorn calls this when an answer has ended."""
+        """Seek a turn for the next request: uvicorn calls this at the end of an answer."""
         self._seek_turn()
 
     def _seek_turn(self) -> None:
@@ -186,12 +186,12 @@ class BoundedProtocol(H11Protocol):
             self._expect_end()
 
     def _line(self) -> Line | None:
-        """Return where this connection waits. None: the request is not known yet, or an answer has to be sent first."""
+        """Return the line for this connection; None: its request is unknown yet, or an answer has to be sent first."""
         if self.conn.their_state is h11.SEND_BODY:
             return Line.GOES_ON
         if self.conn.our_state is not h11.IDLE or self.conn.their_state is not h11.IDLE:
             return None
-        # h11 already has the beginning of a request that came in one segment with the request before.
+        # h11 has the beginning of a request already if it came in one segment with the request before.
         head = self.conn.trailing_data[0] + self._unread
         if not head:
             return None
@@ -204,7 +204,7 @@ class BoundedProtocol(H11Protocol):
         return Line.CREATES if head.startswith(b"POST ") else Line.OTHER
 
     def take_turn(self) -> None:
-        """Give h11 what has arrived. Nothing is begun for a caller that has hung up meanwhile."""
+        """Give h11 the received bytes. Nothing begins for a caller that has hung up meanwhile."""
         data, self._unread, self._waits = self._unread, b"", False
         if self._ended or self.transport.is_closing():
             return
@@ -218,7 +218,7 @@ class BoundedProtocol(H11Protocol):
             self.transport.abort()
             raise
         if self.conn.their_state not in {h11.IDLE, h11.SEND_BODY}:
-            self._request_timer.stop()  # the request is here; how long its answer takes is the application's business
+            self._request_timer.stop()  # the request is whole; the application bounds the time of its answer
             self._late = False
         elif self._late:
             self._too_slow()
@@ -234,7 +234,7 @@ class BoundedProtocol(H11Protocol):
 
     # ---------------------------------------------------------------------------- answers
 
-    # A connection closes when everything written to it was sent, so a caller that takes nothing would keep it for ever.
+    # A connection closes after everything written to it was sent, so a caller that takes nothing would keep it for ever.
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -39,7 +39,7 @@ class Cancellation(FrozenModel, defer_build=False):
 
 
 class Dropping(FrozenModel, defer_build=False):
-    """Query of a drop of prefixes. Those in memory are dropped in any case."""
+    """Query of a drop of prefixes. Prefixes in memory are dropped in any case."""
 
     store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"
 
@@ -72,8 +72,8 @@ def _rooms_router(
     async def admit_room(request: Request) -> Response:
         """Reserve pages for a request, at once or within its `wait_s`.
 
-        503 with Retry-After when it does not fit, 429 when its client has as much as it may, 403 for a namespace that its token
-        may not name. Nothing is kept then, nor when the caller closes the connection while it waits.
+        503 with Retry-After when it does not fit, 429 when its client has its limit, 403 for a namespace that its token may not
+        name. The daemon keeps nothing in these cases, nor when the caller closes the connection during the wait.
         """
         return await create(request, AdmissionRequest, admit, lambda late: rooms.cancel(late.room, LEFT))
 
@@ -81,12 +81,12 @@ def _rooms_router(
 
     @router.get("")
     async def list_rooms(query: Annotated[RoomQuery, Query()]) -> RoomPage:
-        """List rooms, the oldest first, a page at a time: those under way, and ended ones as long as they are remembered."""
+        """List open rooms and the ended rooms that are still known, the oldest first, a page at a time."""
         return rooms.book.page(query)
 
     @router.get("/{room}")
     async def get_room(room: RoomPath, waiting: Annotated[Waiting, Query()], connection: Request) -> RoomReport:
-        """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
+        """Return a room's report, at once or in a state; after `wait` seconds in any case."""
         if waiting.wait > (most_s := settings.http.max_wait_s):
             raise InvalidInputError(f"wait is {waiting.wait:g} s, at most {most_s:g} s are served (http.max_wait_s)")
         if waiting.wait == 0:
@@ -95,7 +95,7 @@ def _rooms_router(
 
     @router.delete("/{room}")
     async def cancel_room(room: RoomPath, asked: Annotated[Cancellation, Query()]) -> RoomReport:
-        """Abort a room; harmless on a final one. 409 `stale` when the room is there in another generation."""
+        """Abort a room; harmless on a final room. 409 `stale` when the room is there in another generation."""
         present = rooms.book.report(room)
         if asked.generation is not None and present.generation != asked.generation:
             raise StaleError(
@@ -105,7 +105,7 @@ def _rooms_router(
 
     @router.get("/{room}/timeline")
     async def get_room_timeline(room: RoomPath, generation: GenerationQuery = None) -> RoomTimeline:
-        """Return the events of a room on this node, while it is open and for a while after its end."""
+        """Return the events of a room on this node, during its life and for a while after its end."""
         return status.timeline(room, generation)
 
     return router
@@ -118,9 +118,9 @@ def _prefixes_router(rooms: Rooms[Any]) -> APIRouter:
     async def drop_prefixes(asked: Annotated[Dropping, Query()]) -> DroppedPrefixes:
         """Forget every cached prefix, of all namespaces: keys do not tell whose they are.
 
-        Requests find none from now on; rooms under way keep the pages that they read. 409 where no prefixes are kept. Objects of
-        this model in the store below host memory are dropped as well, also those that other nodes have written; `store` in the
-        answer says whether that was done. Other nodes keep the prefixes in their memory: ask each of them first.
+        Requests find none from now on; open rooms keep the pages that they read. 409 where no prefixes are kept. Objects of this
+        model in the store below host memory are dropped as well, also those from other nodes; `store` in the answer tells the
+        result. Other nodes keep the prefixes in their memory: ask each of them first.
         """
         return await rooms.drop_prefixes(stored=asked.store == "drop")
 

@@ -1,6 +1,6 @@
-"""How routes read requests, answer them and tell errors, and what becomes of work whose caller hangs up.
+"""Reading of requests, answers and errors of routes, and the end of work whose caller hangs up.
 
-An error is a problem (RFC 9457). A malformed request answers 400 `invalid_input` with each fault, never 422.
+An error is a problem (RFC 9457). The answer to a malformed request is 400 `invalid_input` with each fault, never 422.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ResultT = TypeVar("ResultT")
 
 REQUESTS = "/v1/requests"
 LEFT = "its client left before it was told"
-"""Reason of a room that is undone because nobody waits for it any more."""
+"""Reason of a room that ends because nobody waits for it any more."""
 CREATED: dict[int | str, dict[str, Any]] = {
     201: {"headers": {"Location": {"description": "The path of what was made.", "schema": {"type": "string"}}}}
 }
 RoomPath = Annotated[RoomId, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 MAX_FAULTS = 20
 FORESEEN = (BridgeError, RequestValidationError, HTTPException)
-"""The errors that are problems; `Entrance` answers the others."""
+"""Errors that are problems; `Entrance` answers the others."""
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 _STATUS_CODES = {
     400: InvalidInputError.code,
@@ -94,19 +94,19 @@ def _fault(found: Mapping[str, Any]) -> str:
 
 
 def _takes(request: Request, method: str) -> bool:
-    """Return whether any route of the path takes a method: the framework looks at the first route only."""
+    """Return whether any route of the path takes a method: the framework looks at the first route alone."""
     asked = {**request.scope, "method": method}
     return any(route.matches(asked)[0] is Match.FULL for route in request.app.routes)
 
 
 class PlainRoute(APIRoute):
-    """A route whose endpoint is called as Starlette's: with the request, and with the path's parameters as strings.
+    """A route that calls its endpoint as Starlette does: with the request, and with the path's parameters as strings.
 
-    FastAPI only describes the route. Its reading of the arguments would cost most of the time of a request for a room.
+    FastAPI only describes the route. Its reading of the arguments would take most of the time of a request for a room.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the function that is called with each request."""
+        """Return the function for each request."""
 
         async def handle(request: Request) -> Response:
             made: Response = await self.endpoint(request, **request.path_params)
@@ -146,7 +146,7 @@ def plain_post(
     answer: type[BaseModel],
     **more: Any,  # noqa: ANN401 - as of FastAPI
 ) -> None:
-    """Add a plain route for POST to a router. `more` is as of `add_api_route`."""
+    """Add a plain route for POST to a router. `more`: as for `add_api_route`."""
     router.add_api_route(
         path,
         endpoint,
@@ -164,7 +164,7 @@ def json_response(answer: BaseModel, status: int = 200, headers: dict[str, str] 
 
 
 def describes(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the description of a body that `read_body` reads; the application names the model among its `bodies`."""
+    """Return the description of a body for `read_body`; the application names the model among its `bodies`."""
     reference = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
     return {"requestBody": {"required": True, "content": {"application/json": reference}}}
 
@@ -172,7 +172,7 @@ def describes(kind: type[BaseModel]) -> dict[str, Any]:
 async def read_body(
     request: Request, kind: type[ModelT], *, extra: Literal["ignore", "forbid"] | None = None
 ) -> ModelT:
-    """Return a JSON body as a `kind`, without turning texts into numbers. `extra`: whether unknown fields are refused."""
+    """Return a JSON body as a `kind`; texts are no numbers. `extra`: refuse or ignore unknown fields."""
     if "json" not in request.headers.get("content-type", ""):
         raise InvalidInputError("send the body as JSON with Content-Type: application/json")
     try:
@@ -190,9 +190,9 @@ async def create(
     make: Callable[[Any, Namespaces], Coroutine[Any, Any, Any]],
     undo: Callable[[Any], Awaitable[object]],
 ) -> Response:
-    """Answer a request for a room with 201 and the document that `make` returned.
+    """Answer a request for a room with 201 and the document that `make` returns.
 
-    `make` gets the body and the namespaces that the caller may name. `undo` gets the document, when the caller has left meanwhile.
+    `make` gets the body and the namespaces that the caller may name. `undo` gets the document if the caller has left meanwhile.
     """
     if request.scope["query_string"]:
         name = next(iter(request.query_params), "")
@@ -208,7 +208,7 @@ async def while_connected(
     work: Coroutine[Any, Any, ResultT],
     undo: Callable[[ResultT], Awaitable[object]] | None = None,
 ) -> ResultT:
-    """Return the result of `work`. When the caller closes the connection first, cancel the work, or `undo` its result."""
+    """Return the result of `work`. When the caller closes the connection first, cancel the work or `undo` its result."""
     working, closed = asyncio.ensure_future(work), asyncio.ensure_future(wait_closed(connection.receive))
     try:
         await asyncio.wait({working, closed}, return_when=asyncio.FIRST_COMPLETED)

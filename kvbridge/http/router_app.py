@@ -1,7 +1,7 @@
 """The HTTP API of the router: OpenAI's API, passed through.
 
 Errors of these routes have the form that OpenAI's clients read. After a stream's first byte an error is an event inside the stream,
-and the stream ends without the `[DONE]` of a whole answer. Any other answer that breaks is cut off.
+which ends without the `[DONE]` of a whole answer. Any other broken answer is cut off.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _passed_on(headers: Headers) -> dict[str, str]:
 
 
 def _openai_error(error: BridgeError) -> Response:
-    # Our own words for a server's failure: 400 would say that the client is wrong.
+    # The words for a server's failure are ours: 400 would say that the client is wrong.
     code = PeerError.http_status if isinstance(error, PeerError) else error.http_status
     headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if isinstance(error, CapacityError) else None
     return JSONResponse(_document(error, code), code, headers)
@@ -143,7 +143,7 @@ class _PassedThrough(Response):
             ) from None
 
     async def _fail(self, error: BridgeError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Tell the client of an error, as far as that is still possible."""
+        """Tell the client of an error, if that is still possible."""
         if not self._begun:
             await _openai_error(error)(scope, receive, send)
         elif self._stream:

@@ -1,7 +1,7 @@
-"""An HTTP server inside a loop that somebody else runs: its socket, its TLS, its callers, its bounded end.
+"""An HTTP server inside a running loop: its socket, its TLS, its callers, its bounded end.
 
 The server accepts connections itself. uvicorn would accept any number of them, and give a TLS handshake a minute: callers without a
-token would then take the descriptors that the rest of the process needs.
+token would then take descriptors that the rest of the process needs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
 ACCEPTS_PER_TURN = 128
-"""After so many connections the rest of the loop gets its turn."""
+"""Connections accepted before the rest of the loop gets its turn."""
 ACCEPT_PAUSE_S = 1.0
-"""A system without descriptors or memory for a new connection is asked again after this."""
+"""Pause after the system had no descriptor or no memory for a new connection."""
 REQUEST_READ_BYTES = 65_536
-"""How much of a refused caller's request is read: closing while some of it is unread would reset the connection."""
+"""Part of a refused caller's request that is read: closing with unread bytes would reset the connection."""
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 Application = ASGIApp
@@ -49,12 +49,12 @@ class TlsFiles:
     key: Path
 
     def read(self) -> tuple[bytes, bytes]:
-        """Return the content of both files. Raises UnavailableError when they cannot be used, alone or together."""
+        """Return the content of both files. Raises UnavailableError when they are unusable, alone or together."""
         self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         return self.certificate.read_bytes(), self.key.read_bytes()
 
     def load(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        """Have a context show this certificate, and return it. After UnavailableError the context is of no use any more."""
+        """Have a context show this certificate, and return it. Raises UnavailableError; the context is of no use then."""
         try:
             context.load_cert_chain(self.certificate, self.key)
         except OSError as error:  # ssl.SSLError is one
@@ -66,7 +66,7 @@ class HttpServer:
     """A server that listens and serves in a task of the running loop, until `stop`."""
 
     def __init__(self, app: ASGIApp, http: HttpConfig, seldom: Seldom, *, shutdown_s: float) -> None:
-        """`shutdown_s` bounds `stop`, `seldom` keeps the log lines about callers few. Raises ConfigError."""
+        """`shutdown_s` bounds `stop`; `seldom` limits log lines about callers. Raises ConfigError."""
         certificate, key = http.tls_certificate_file, http.tls_key_file
         self.tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
         self._context = self.tls.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) if self.tls else None
@@ -83,7 +83,7 @@ class HttpServer:
         )
         self.state = ServerState()
         self._open = 0
-        """Connections, those in their TLS handshake included."""
+        """Number of connections, with those in their TLS handshake."""
         self._handshakes: set[asyncio.Task[None]] = set()
         self._tell_date()
         self._accepting = self._loop.create_task(self._accept(), name="http-server")
@@ -101,13 +101,13 @@ class HttpServer:
             self.tls.load(self._context)
 
     async def wait_ended(self) -> None:
-        """Return when the server has ended by `stop`, or raise the failure that ended it."""
+        """Return after `stop`, or raise the failure that has ended the server."""
         await asyncio.wait({self._accepting})
         if not self._accepting.cancelled():
             self._accepting.result()
 
     async def stop(self) -> None:
-        """Accept nothing more, let requests in progress end, and cut them off after `shutdown_s` seconds. May be called again."""
+        """Accept nothing more, let open requests end, and cut them off after `shutdown_s`. May be called again."""
         for task in (self._accepting, *self._handshakes):
             task.cancel()
         await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
@@ -124,7 +124,7 @@ class HttpServer:
                 connection.transport.close()
 
     async def _end_within(self, limit_s: float) -> bool:
-        """Wait for the end of all requests and connections; return whether they have ended in time."""
+        """Wait for the end of all requests and connections. Return whether they have ended in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while self.state.tasks or self.state.connections:  # noqa: ASYNC110 - uvicorn's sets

@@ -58,7 +58,7 @@ class Generated(NamedTuple):
 def load_model(
     config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> Model:
-    """Return a model whose random weights depend on `config`, `seed` and `dtype` only, made on the CPU.
+    """Return a model with random weights that depend on `config`, `seed` and `dtype` only, made on the CPU.
 
     The model lives on `device` (default: the CPU), without gradients, with eager attention and experts. The whole process computes
     on one thread from then on, because the logits depend on the thread count.
@@ -132,7 +132,7 @@ def forward(model: Model, cache: DynamicCache, tokens: Sequence[int]) -> torch.T
 
 
 class SparseLayer(DeepseekV4CSACache):  # type: ignore[no-untyped-call]  # transformers is half typed
-    """The cache of a C4 layer whose attention sees only the selected entries: of `store`, or without one of those here."""
+    """The cache of a C4 layer whose attention sees only the selected entries: those of `store`, or without one those here."""
 
     _layer_type: str | None = None  # type: ignore[assignment]  # with a type it would replace the library's own class
 

@@ -33,8 +33,8 @@ def test_a_part_that_cannot_be_closed_does_not_keep_the_memory(tmp_path: Path) -
     async def live() -> None:
         node = prefill_daemon(PrefillConfig.model_validate(config))
         node._http = BrokenServer()  # type: ignore[assignment]
-        await node.parts.memory.create(tmp_path, "made", cancel_s=5)
-        assert node.parts.memory.device
+        await node.memory.create(tmp_path, "made", cancel_s=5)
+        assert node.memory.device
         waiting = node.background(asyncio.sleep(60), "waits")
         try:
             await node.close()

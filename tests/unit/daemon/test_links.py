@@ -20,7 +20,7 @@ from kvbridge.core.ids import Role
 from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillLinks
-from kvbridge.daemon.parts import NodeParts
+from kvbridge.daemon.node import NodeDaemon
 from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, PrefillNodes
 from kvbridge.node.engines import Engines
 from kvbridge.telemetry.facts import EventStream
@@ -73,12 +73,12 @@ class Decode:
                 "runtime_dir": "/tmp/kvbridge-test-links",  # short, as a path of sockets has to be; nothing is made there
             }
         )
-        parts = NodeParts(config, Role.DECODE)
-        self.links = PrefillLinks(parts)
-        self.nodes = PrefillNodes(parts.description, self.links, parts.events)
+        node = NodeDaemon(config, Role.DECODE)
+        self.links = PrefillLinks(node)
+        self.nodes = PrefillNodes(node.description, self.links, node.events)
         self.hears(lambda: None)
         self.links.serve(self.nodes, None, SimpleNamespace(tick=None, status=None))
-        self.links.open(PeerIdentity(parts.identity.incarnation))
+        self.links.open(PeerIdentity(node.identity.incarnation))
         self.links.settings = settings
 
     def hears(self, nodes_changed: Callable[[], None]) -> None:

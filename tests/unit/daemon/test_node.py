@@ -9,13 +9,12 @@ from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.core.geometry.components import ComponentKind, Liveness
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
-from kvbridge.daemon import parts as node_parts
+from kvbridge.daemon import node as node_module
 from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.links import control_modes
 from kvbridge.daemon.node import NodeDaemon
-from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.pool.accounts.book import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
@@ -66,7 +65,7 @@ def test_a_node_says_where_it_stands_with_the_directory(prefill: NodeDaemon) -> 
 
 @pytest.mark.parametrize("readers", [0, 1])
 def test_a_pool_full_of_cached_pages_is_shown_as_full_as_far_as_somebody_reads_them(prefill: NodeDaemon, readers: int):
-    full, book, empty = IndexSpace.FULL, prefill.parts.book, prefill.overview.load()
+    full, book, empty = IndexSpace.FULL, prefill.book, prefill.overview.load()
     cache, keys = PrefixCache(book, PrefixIndex((full,), 8)), Keys(bytes(range(128)))
     got = cache.admit(Owner(1, 1), keys, lambda _: {full: 8})
     cache.keep(Owner(1, 1), keys, 0, got.own)
@@ -107,11 +106,11 @@ def test_twins_are_on_the_page_and_nobody_else_hears_of_them_or_waits_for_them()
     tier = {"enabled": True, "model_name": "m", "model_revision": "1", "host": {"pages": 4}}
     node = prefill_daemon(PrefillConfig.model_validate(NODE | {"tier": tier, "admission": {"unready_after_s": 0.1}}))
     told = node.overview.load()
-    node.parts.book.reserve(Owner(1, 1), {IndexSpace.FULL_COPY: 4})
+    node.book.reserve(Owner(1, 1), {IndexSpace.FULL_COPY: 4})
     page, load = node.overview.status(), node.overview.load()
     assert page.pools[IndexSpace.FULL_COPY][PageState.HELD] == 4
     assert page.available_pages == {IndexSpace.FULL: 8, IndexSpace.FULL_COPY: 0}
-    assert page.memory_bytes == node.parts.layout.total_bytes
+    assert page.memory_bytes == node.layout.total_bytes
     assert (load.available_pages, load.total_pages) == (told.available_pages, {"full": 8})
     assert not is_significant(told, load)
     node.admission.tick()
@@ -147,9 +146,9 @@ def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet():
     owned = PrefillConfig(instance="i", model={"preset": "tiny-gqa"}, pools={"device": {"full": 8}})
     for node in (prefill_daemon(owned), decode_daemon(DecodeConfig(instance="i", model=V4, pools=ADOPTED))):
         with pytest.raises(NotReadyError, match="memory is being created"):
-            node.parts.attached(1, rank)
+            node.attached(1, rank)
     prefill = prefill_daemon(PrefillConfig(instance="i", model=V4, pools={"memory": "adopted"}))
-    assert prefill.parts.attached(1, rank).host == ()
+    assert prefill.attached(1, rank).host == ()
 
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
@@ -161,7 +160,7 @@ def test_a_model_with_a_state_that_has_no_checkpoint_keeps_prefixes_on_decode_al
     kind, ring = ComponentKind.C128_STATE, {"slots": 1, "rows": 1 << 32}
     state = new_component(kind, (0,), IndexSpace.REQUEST, Liveness.WHOLE, (64,), **ring)
     stateful = model.model_copy(update={"components": (*model.components, state)})
-    monkeypatch.setattr(node_parts, "load_geometry", lambda _: stateful)
+    monkeypatch.setattr(node_module, "load_geometry", lambda _: stateful)
     fields = {"instance": "i", "model": {"preset": "tiny-gqa"}, "tier": TIER}
     fields |= {"pools": {"device": {"full": 8, "request": 2}}}
     with pytest.raises(ConfigError, match=r"tier.enabled: .*c128_state.*decode nodes keep prefixes of this model"):
@@ -178,7 +177,7 @@ def test_the_end_of_a_worker_takes_all_that_is_on_the_device_alone_when_it_had_m
         "pools": {"device": {"full": 8, "swa": 4, "request": 2}, "host": {"pages": 4}},
         "tier": TIER | {"host": {"pages": 4}},
     }
-    node = NodeParts(DecodeConfig.model_validate(fields), Role.DECODE)
+    node = NodeDaemon(DecodeConfig.model_validate(fields), Role.DECODE)
     cache, owner, keys = node.prefixes, Owner(1, 1), Keys.of([b"0" * 16, b"1" * 16, b"2" * 16])
     own = cache.admit(owner, keys, lambda _: {FULL: 3, HOST: 3}).own
     cache.keep(owner, keys, 0, own)
