@@ -76,7 +76,7 @@ class StreamOrder:
             return self._marks.reached(points)
 
     def reached(self, stream: StreamChoice, also: frozenset[StreamPoint] = frozenset()) -> Callable[[], bool]:
-        """Mark the present end of the stream on each GPU. Return a function that says whether these points and `also` are passed."""
+        """Mark the present end of the stream on each GPU. Return a question: have these points and `also` passed?"""
         return partial(self.passed, also.union(self.points(stream).values()))
 
     def _streams(self, stream: StreamChoice) -> dict[int, int]:
