@@ -1,8 +1,8 @@
 """Every metric of kvbridge, declared once; `telemetry/registry.py` keeps the values.
 
-Names start with `kvbridge_` and end with a base unit. Label values come from small closed sets, or are bounded: `peer` is the name
-of a node as `instance/node`, at most `MAX_LABEL_VALUES` of them. A room or an address is never a label: those belong in logs.
-Prometheus sets the labels `instance` and `job`, so a daemon's own name is `daemon`.
+Names start with `kvbridge_` and end with a base unit. Label values come from small closed sets, or are bounded: `peer` is a node's
+`instance/node`, at most `MAX_LABEL_VALUES` of them. Rooms and addresses belong in logs, never in labels. Prometheus sets the labels
+`instance` and `job`, so a daemon's own name is `daemon`.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ BUILD = gauge(
 READY = gauge("kvbridge_ready", "1 while new rooms can be admitted, or requests routed.", on=EVERYBODY)
 DIRECTORY_REGISTRATION = gauge(
     "kvbridge_directory_registration",
-    "1 for the node's state in the directory: it announces itself to none, is registered, refused, replaced by another "
-    "process of its name, or the directory cannot be reached.",
+    "1 for the node's state in the directory; `none`: it announces itself to none.",
     state=("none", "registered", "refused", "replaced", "unreachable"),
 )
 
@@ -134,14 +133,14 @@ TRANSFERRED = counter(
 )
 DIGEST_MISMATCHES = counter(
     "kvbridge_digest_mismatches_total",
-    "Pages that arrived with other bytes than were sent; each failed its room.",
+    "Pages that arrived with other bytes than were sent; each has failed its room.",
     "component",
     on=(DECODE,),
 )
 SPARSE_ROWS = counter(
     "kvbridge_sparse_rows_total",
-    "Rows of sparse decode over all layers, as engines report when they release a room: selected rows that were in the hot "
-    "buffer (hit) or had to be loaded from the host; rows loaded at admission; new rows that were written to the host.",
+    "Rows of sparse decode over all layers, reported at the release of a room: selected rows in the hot buffer (hit) or loaded "
+    "from the host (loaded), rows loaded at admission (preloaded), new rows written to the host (backed_up).",
     on=(DECODE,),
     outcome=("hit", "loaded", "preloaded", "backed_up"),
 )
@@ -149,15 +148,13 @@ SPARSE_ROWS = counter(
 # Cached prefixes, the host tier, the store below.
 PREFIX_TOKENS = counter(
     "kvbridge_prefix_tokens_total",
-    "Prompt tokens of rooms with page keys at admission: cached here (hit), so decode is not sent their growing rows and "
-    "prefill does not compute them, or not cached (miss).",
+    "Prompt tokens of rooms with page keys at admission: cached here (hit), so neither sent nor computed; or not (miss).",
     outcome=("hit", "miss"),
 )
 PREFIX_EVICTED = counter(
     "kvbridge_prefix_evicted_pages_total",
-    "Cached pages of prompts and answers that have gone. Evicted to make room: pages never retained (space), pages whose "
-    "retention had ended (retention_ended), retained pages (retained). Dropped: by an operator, because their bytes had "
-    "changed (integrity), because their rank worker had ended (memory_lost).",
+    "Cached pages that have gone. Evicted to make room: never retained (space), after their retention (retention_ended), "
+    "retained (retained). Dropped: by an operator, for changed bytes (integrity), with their rank worker (memory_lost).",
     reason=tuple(reason.value for reason in Evicted),
 )
 TIER_PAGES = gauge(
@@ -167,8 +164,8 @@ TIER_PAGES = gauge(
 )
 TIER_COPIES = counter(
     "kvbridge_host_tier_copies_total",
-    "Orders that have ended to copy cached pages from the device to host memory (backup) or back (load_back): done, or the "
-    "code of the first cause. A backup that failed leaves the pages on the device as they were.",
+    "Ended orders to copy cached pages to host memory (backup) or back (load_back): done, or the code of the first cause. After"
+    " a failed backup the pages are on the device as before.",
     direction=DIRECTIONS,
     outcome=(DONE, DeadlineError.code, TransportError.code, "worker_gone"),
 )
@@ -177,21 +174,20 @@ TIER_COPIED = counter(
 )
 TIER_COPY_SECONDS = counter(
     "kvbridge_host_tier_copy_seconds_total",
-    "How long the slowest rank was copying, without its pauses. The rate is the share of time in which copies used the link "
-    "to the device, for backups at most tier.host.backup.link_share.",
+    "Copying time of the slowest rank without its pauses. The rate is the share of time in which copies used the link to the "
+    "device, for backups at most tier.host.backup.link_share.",
     direction=DIRECTIONS,
 )
 STORE_STATE = gauge(
     "kvbridge_prefix_store_state",
-    "1 for the state of the store below host memory: starting, its process is not ready; closed, requests go to the store; "
-    "open, the store failed too often and gets none for a while; half_open, one request tries whether it works again.",
+    "1 for the state of the store below host memory: its process is not ready (starting), it gets requests (closed), it has "
+    "failed too often and gets none for a while (open), or one request as a test (half_open).",
     state=("starting", "closed", "open", "half_open"),
 )
 STORE_OBJECTS = counter(
     "kvbridge_prefix_store_objects_total",
-    "Calls to the store by verb and outcome. An object is a page with all components and layers; clear drops all objects of "
-    "one kind of this model. A get is a hit only when every byte was compared; absent, short, other_key, wrong_digest, "
-    "other_version, timed_out and unreachable are misses.",
+    "Calls to the store by verb and outcome. An object is a page with all components and layers; clear drops all objects of one"
+    " kind of this model. A get is a hit only after a comparison of every byte; all of its other outcomes are misses.",
     "verb outcome",
     series=tuple((verb, outcome) for verb, outcomes in _STORE_OUTCOMES.items() for outcome in outcomes),
 )
@@ -200,9 +196,8 @@ STORE_BYTES = counter(
 )
 STORE_PREFETCHES = counter(
     "kvbridge_prefix_store_prefetches_total",
-    "Requests whose prompts were looked up in the store: every page came that the store had (found); tier.prefetch_s was "
-    "over before (late); some pages came, the rest was missing or bad (part); the store had none (nothing); a defect, whose "
-    "traceback is in the log, ended it (failed).",
+    "Prompts looked up in the store: every page that it has came (found), tier.prefetch_s was over before (late), some pages "
+    "came (part), it had none (nothing), a defect ended the search (failed; its traceback is in the log).",
     outcome=("found", "late", "part", "nothing", "failed"),
 )
 
@@ -214,20 +209,20 @@ PEER_TRANSFERRED = counter(
 )
 PEER_BUSY = counter(
     "kvbridge_peer_busy_seconds_total",
-    "Wall time during which at least one transfer with the peer was under way; bytes over this is its rate.",
+    "Wall time of transfers with the peer, counted at their end; overlapping ones count once. Bytes over this is its rate.",
     "peer direction transport",
 )
 PEER_FAILURES = counter(
     "kvbridge_peer_failures_total",
-    "Failures with a peer: its failed rooms, by the code of the first cause; refused handshakes, by their code; `lost`: the "
-    "peer was gone, silent, or restarted; `path_lost`: rooms went on over another transport.",
+    "Failures with a peer: failed rooms and refused handshakes by their codes; `lost`: the peer was gone, silent, or restarted;"
+    " `path_lost`: rooms went on over another transport.",
     "peer code",
 )
 
 # Rooms.
 ROOMS = gauge(
     "kvbridge_rooms",
-    "Rooms that are known now, by state; on bootstrap those that it paired and remembers.",
+    "Rooms that are known now, by state; on bootstrap the rooms that it paired and remembers.",
     "state",
     on=EVERYBODY,
 )
@@ -236,13 +231,12 @@ ROOMS_ENDED = counter(
 )
 ENDED_BY_LIMIT = counter(
     "kvbridge_rooms_ended_by_limit_total",
-    "Rooms that this node ended because something did not happen in time, by the limit's key in the configuration, or "
-    "`begin_within_s` of the admission.",
+    "Rooms that this node ended after a limit of time, by the limit's key in the configuration, or `begin_within_s`.",
     limit=LIMITS,
 )
 PHASE = histogram(
     "kvbridge_phase_duration_seconds",
-    "How long a room spent in each phase, counted when the phase is over (below).",
+    "Time of a room in each phase, counted when the phase is over (below).",
     "phase",
     buckets=PHASE_BUCKETS_S,
 )
@@ -267,13 +261,13 @@ AVAILABLE = gauge(
 )
 QUARANTINED = gauge(
     "kvbridge_rooms_quarantined",
-    "Rooms whose pages nobody may use yet, by what is not proved: a transport of ours is quiet, a writer is shut out, "
-    "an engine has let go, the process of an engine that left without letting go has ended.",
+    "Rooms whose pages nobody may use before a proof: of a quiet transport, a shut-out writer, a release by an engine, or the "
+    "end of the process of an engine that left without a release.",
     reason=("transport_not_quiet", "writer_being_shut_out", "engine_not_released", "engine_process_alive"),
 )
 EPOCH = gauge(
     "kvbridge_endpoint_epoch",
-    "Epoch of the endpoints that rank workers give out; it rises each time that writers had to be shut out.",
+    "Epoch of the endpoints of rank workers; it rises each time that writers had to be shut out.",
     on=(DECODE,),
 )
 
@@ -288,12 +282,12 @@ REFUSED = counter(
 )
 MESSAGES_REFUSED = counter(
     "kvbridge_room_messages_refused_total",
-    "Messages of peers and rank workers about rooms that were refused: stale, foreign, unexpected in that state and so on.",
+    "Refused messages of peers and rank workers about rooms: stale, foreign, unexpected in that state and so on.",
     "code",
 )
 WAIT = histogram(
     "kvbridge_admission_wait_seconds",
-    "How long requests waited for pages: until admitted, refused, their timeout, or their client left.",
+    "Waits of requests for pages, until they were admitted or refused, their time was over, or their client left.",
     outcome=("admitted", "refused", "timeout", "left"),
     buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
@@ -309,8 +303,8 @@ ENGINES = gauge(
 WORKERS = gauge("kvbridge_workers", "Rank workers of this node.", state=("absent", "starting", "ready"))
 WORKER_RESTARTS = counter(
     "kvbridge_worker_restarts_total",
-    "Rank workers started again: after their own end (exited), after their node had killed them (killed), after a signal of "
-    "somebody else, such as the kernel for want of memory or a crash in native code (signal), after a failed start (start_failed).",
+    "Rank workers started again: after their own end (exited), a kill by their node (killed), a signal from elsewhere, such as "
+    "the kernel's for want of memory or a crash in native code (signal), a failed start (start_failed).",
     reason=("exited", "killed", "signal", "start_failed"),
 )
 REGISTRATION = gauge(
@@ -318,7 +312,7 @@ REGISTRATION = gauge(
 )
 FRAMES_REFUSED = counter(
     "kvbridge_control_frames_refused_total",
-    "Control frames and connections that were refused: malformed, stale, duplicate, unauthenticated and so on.",
+    "Refused control frames and connections: malformed, stale, duplicate, unauthenticated and so on.",
     "reason",
 )
 RESENT = counter("kvbridge_control_resends_total", "Control messages that were sent again.")
@@ -334,34 +328,34 @@ INSTANCES = gauge(
 )
 PAIRINGS = counter(
     "kvbridge_pairings_total",
-    "Requests for a pair: `paired`, or the code of the error that the caller was answered.",
+    "Requests for a pair: `paired`, or the code of the error in the answer.",
     on=(BOOTSTRAP,),
     outcome=_PAIRING_OUTCOMES,
 )
 PAIRING_DURATION = histogram(
     "kvbridge_pairing_duration_seconds",
-    "How long requests for a pair took, both reservations included.",
+    "Time of requests for a pair, both reservations included.",
     on=(BOOTSTRAP,),
     outcome=_PAIRING_OUTCOMES,
     buckets=PHASE_BUCKETS_S,
 )
 PAIRING_PREFIXES = counter(
     "kvbridge_pairing_prefixes_total",
-    "Requests with page keys that got a pair, by the fate of the guess which instance holds the beginning of the prompt: "
-    "`right`, `stale` (it holds none), `passed_over` (another was so much emptier, or it was full), `none` (no guess).",
+    "Paired requests with page keys, by the guess which instance holds the beginning of the prompt: `right`, `stale` (it holds "
+    "none), `passed_over` (it was full, or another so much emptier), `none` (no guess).",
     on=(BOOTSTRAP,),
     role=NODES,
     outcome=("right", "stale", "passed_over", "none"),
 )
 STORE_REFUSED = counter(
     "kvbridge_store_values_refused_total",
-    "Values in the directory's store that were malformed and treated as absent: node or room.",
+    "Malformed values in the directory's store, treated as absent: node or room.",
     on=(BOOTSTRAP,),
     reason=("node", "room"),
 )
 STORE_FAILED = counter(
     "kvbridge_store_failures_total",
-    "Calls to the directory's store that failed: timeout, connection or refused.",
+    "Failed calls to the directory's store: timeout, connection or refused.",
     on=(BOOTSTRAP,),
     reason=("connection", "refused", "timeout"),
 )
@@ -401,20 +395,20 @@ ROUTER_SERVERS = gauge(
 # HTTP, the log, traces.
 HTTP_REQUESTS = counter(
     "kvbridge_http_requests_total",
-    "HTTP requests that were answered, by the route's template (`other`: no route) and status; 499: the caller left first.",
+    "Answered HTTP requests by the route's template (`other`: no route) and status; 499: the caller left first.",
     "route method code",
     on=EVERYBODY,
 )
 HTTP_DURATION = histogram(
     "kvbridge_http_request_duration_seconds",
-    "How long HTTP requests took, until the last byte of the answer, waits for rooms and pages included.",
+    "Time of HTTP requests until the last byte of the answer, waits for rooms and pages included.",
     "route method",
     on=EVERYBODY,
     buckets=(*PHASE_BUCKETS_S, 60.0),
 )
 LINES_LEFT_OUT = counter(
     "kvbridge_log_lines_left_out_total",
-    "Log lines that were not written because there were too many of their kind; a line `lines_left_out` counts them too.",
+    "Log lines that were left out because there were too many of their kind; a line `lines_left_out` counts them, too.",
     on=EVERYBODY,
     event=(
         *("attempt_failed", "connection_refused", "frame_refused", "library_output", "pages_not_copied"),
@@ -423,8 +417,8 @@ LINES_LEFT_OUT = counter(
 )
 SPANS = counter(
     "kvbridge_trace_spans_total",
-    "Spans of traces (telemetry.traces): exported to the collector, lost because it did not take them (failed), or dropped "
-    "because too many waited.",
+    "Spans of traces (telemetry.traces): exported to the collector, failed because it did not take them, or dropped because too"
+    " many waited.",
     on=EVERYBODY,
     outcome=("exported", "failed", "dropped"),
 )
