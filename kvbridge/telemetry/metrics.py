@@ -148,7 +148,8 @@ SPARSE_ROWS = counter(
 # Cached prefixes, the host tier, the store below.
 PREFIX_TOKENS = counter(
     "kvbridge_prefix_tokens_total",
-    "Prompt tokens of rooms with page keys at admission: cached here (hit), so neither sent nor computed; or not (miss).",
+    "Prompt tokens of rooms with page keys at admission: cached here (hit), so decode is not sent their growing rows or prefill "
+    "does not compute them; or not cached (miss).",
     outcome=("hit", "miss"),
 )
 PREFIX_EVICTED = counter(
