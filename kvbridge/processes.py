@@ -1,4 +1,4 @@
-"""Child processes: command and environment, start, supervision, the end in words."""
+"""Child processes: command and environment, start, supervision, and their end in words."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ import structlog
 from kvbridge.core.errors import DeadlineError, PeerError
 
 SETTINGS_PREFIX = "KVBRIDGE_"
-"""Variables with this prefix set keys of a configuration, except those of `PROCESS_VARIABLES`."""
+"""Variables with this prefix set keys of a configuration, except `PROCESS_VARIABLES`."""
 PROCESS_VARIABLES = frozenset({"KVBRIDGE_KERNEL_CACHE"})
 """Variables that every process reads itself: no configuration has a key for them, and children inherit them."""
 
 OPEN_FILES_SHARE = 4
-"""Each listening endpoint gets 1/n of all descriptors. At most two listen; the rest is for workers, engines and files."""
+"""Each listening endpoint gets 1/n of all descriptors. At most two listen; workers, engines and files need the rest."""
 EXIT_ORPHANED = 4
-"""Exit code of a child whose parent had ended before the child could bind itself to the parent."""
+"""Exit code of a child whose parent ended before the child could bind itself to the parent."""
 STOP_S = 20.0
 KILL_S = 5.0
 """A killed process ends within this time, unless the machine is broken."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STABLE_AFTER_S = 30.0
-"""After a process has lived this long, the next one is started after the first pause."""
+"""A process that lived this long is started again after the first pause."""
 LONGEST_LINE = 300
-"""An error shows this many characters of a line of a log."""
+"""Characters of a log line in an error."""
 _READ_BYTES = 4096
 _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl
@@ -56,7 +56,7 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without settings of a configuration: a child gets settings on its command line, and no secret."""
+    """Return an environment without settings of a configuration: a child gets them on its command line, and no secret."""
     return {
         name: value
         for name, value in environment.items()
@@ -65,16 +65,16 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 _PF_EXITING = 0x4
-"""A flag of the kernel's in /proc/PID/stat (include/linux/sched.h)."""
+"""A flag of the kernel in /proc/PID/stat (include/linux/sched.h)."""
 
 
 class EndCause(StrEnum):
     """The kind of end of a process."""
 
     KILLED = "killed"
-    """The process that supervises it has killed it, for a reason that it gives."""
+    """Its supervisor has killed it, and gives a reason."""
     SIGNAL = "signal"
-    """A signal of somebody else: the kernel for want of memory, a crash in native code, a person."""
+    """A signal from elsewhere: the kernel for want of memory, a crash in native code, a person."""
     EXITED = "exited"
     START_FAILED = "start_failed"
     """There was no process."""
@@ -92,7 +92,7 @@ def how_it_ended(code: int) -> str:
 
 
 def is_ending(pid: int) -> bool:
-    """Return whether a process has begun to end, or has ended. Its sockets close only after it has begun."""
+    """Return whether a process has ended or has begun to: its sockets close only after it has begun."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -115,7 +115,7 @@ def raise_open_files() -> None:
 
 
 def affordable(configured: int, key: str, *, each: int = 1) -> int:
-    """Return the number of connections to allow: as configured by `key`, or as many as an endpoint's share of descriptors holds.
+    """Return the limit of connections: as configured by `key`, or as many as an endpoint's share of descriptors holds.
 
     `each`: descriptors that one connection takes.
     """
@@ -130,10 +130,10 @@ def affordable(configured: int, key: str, *, each: int = 1) -> int:
 
 
 def end_with_parent(parent: int, number: signal.Signals, *, watch_input: bool = False) -> None:
-    """Have the kernel send this process a signal when its parent process ends. Exit when `parent` has ended already.
+    """Have the kernel send this process a signal when its parent process ends. Exit if `parent` has ended already.
 
-    The kernel sends the signal when the parent's *thread* that started this process ends. `watch_input`: send the signal also when
-    the parent closes the pipe to the standard input.
+    The signal comes when the parent's *thread* that started this process ends. `watch_input`: it comes also when the parent closes
+    the pipe to the standard input.
     """
     _prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
@@ -152,7 +152,7 @@ def end_with_parent(parent: int, number: signal.Signals, *, watch_input: bool = 
 
 
 class RestartPause:
-    """The pause before a process is started again, which doubles from one start to the next."""
+    """Pauses before a process is started again, each twice as long as the one before."""
 
     def __init__(self) -> None:
         self._next_s = FIRST_PAUSE_S
@@ -172,7 +172,7 @@ class ChildEnd:
     cause: EndCause
     pid: int = 0
     why: str = ""
-    """Why it was killed, or gave up; empty when unknown."""
+    """Why it was killed or gave up, if known."""
 
     @property
     def reason(self) -> str:
@@ -181,12 +181,12 @@ class ChildEnd:
 
 
 class SupervisedChild:
-    """One child process, started again after a growing pause whenever it has ended. Used in one running loop."""
+    """One child process, started again after each end and a growing pause. Used in one running loop."""
 
     def __init__(self, name: str, live: Callable[[], Awaitable[None]], on_end: Callable[[ChildEnd], None]) -> None:
         """`live()` starts the process by `launch`, and returns when the process has ended or is about to end.
 
-        `on_end` is called after each end, before the next start. `failed` raises a defect in either.
+        After each end, before the next start, `on_end` gets the end. `failed` raises a defect in either function.
         """
         self.process: asyncio.subprocess.Process | None = None
         self.why = ""
@@ -199,7 +199,7 @@ class SupervisedChild:
 
     @property
     def pid(self) -> int:
-        """The id of the present process; 0 when there is none."""
+        """Id of the present process; 0: none."""
         return 0 if self.process is None else self.process.pid
 
     def start(self) -> None:
@@ -207,19 +207,19 @@ class SupervisedChild:
         self._task = asyncio.create_task(self._keep(), name=f"supervise {self._name}")
 
     async def failed(self) -> None:
-        """Raise when a defect has ended the supervision."""
+        """Raise the defect that has ended the supervision."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     async def launch(self, module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:  # noqa: ANN401 - asyncio's
-        """Run a module, without settings and in a session of its own, so that Ctrl-C reaches the parent only."""
+        """Run a module without settings, in a session of its own, so that Ctrl-C reaches the parent alone."""
         self.process = await asyncio.create_subprocess_exec(
             *module_command(module, *arguments), start_new_session=True, env=child_environment(os.environ), **options
         )
         return self.process
 
     def kill(self, why: str = "") -> bool:
-        """Kill the process; it is started again. Return whether there was a process that was not ending or being killed yet."""
+        """Kill the process; it is started again. Return whether a process was there and was not ending yet."""
         if (
             self.process is None
             or self.process.returncode is not None
@@ -227,13 +227,14 @@ class SupervisedChild:
         ):
             return False
         is_first, self.why = not self.why, self.why or why
-        # Not through `process`, which would fetch the exit code itself and take it from the task that waits for it.
+        # `process.kill` would fetch the exit code itself, and take it from the task that waits for it.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
         return is_first
 
     async def stop(self, timeout_s: float, why: str) -> bool:
-        """Start no more processes, wait for the end of the present one, kill it after `timeout_s`. Return whether it was killed."""
+        """Start no more processes. Wait for the end of the present one, kill it after `timeout_s`, and return whether it was
+        killed."""
         self._stopping = True
         if self._task is None:
             return False
@@ -267,7 +268,7 @@ class SupervisedChild:
             if cause is EndCause.SIGNAL and code == -signal.SIGKILL:
                 how += ", not by its node: by a person, or by the kernel for want of memory"
             return ChildEnd(how, cause, self.process.pid, self.why)
-        except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
+        except OSError as error:  # descriptors, processes or memory are short, perhaps only now
             if self.process is not None:
                 raise
             return ChildEnd(f"the process could not be started: {error}", EndCause.START_FAILED)
@@ -279,7 +280,7 @@ class SupervisedChild:
 
 
 class ChildProcess:
-    """A child process of a command or a test; its standard error (and output) is appended to `log_path`."""
+    """A child process of a command or a test. Its standard error, and output, is appended to `log_path`."""
 
     def __init__(self, name: str, log_path: Path, *, ends_with_us: bool = False) -> None:
         """`name` is for messages. `ends_with_us`: the child gets SIGTERM when the thread that starts it ends."""
@@ -293,8 +294,8 @@ class ChildProcess:
     ) -> Popen[bytes]:
         """Start the process, in a session of its own.
 
-        `piped`: its standard input and output are pipes, else /dev/null and the log. `environment` is added to the environment of
-        this process, without the settings of kvbridge.
+        `piped`: its standard input and output are pipes, else /dev/null and the log. `environment` adds to this process's
+        environment without the settings of kvbridge.
         """
         with self.log_path.open("ab") as log:
             self.process = Popen(
@@ -314,7 +315,7 @@ class ChildProcess:
         return self.process is not None and self.process.poll() is None
 
     def check_running(self) -> None:
-        """Raise PeerError with the end of its log when it has ended."""
+        """Raise PeerError with the end of its log if it has ended."""
         process = self.process  # another thread may start a new one meanwhile
         if process is not None and process.poll() is not None:
             tail = "\n".join(line[:LONGEST_LINE] for line in self.log(8).splitlines())
@@ -369,7 +370,7 @@ def _wait_all(processes: list[Popen[bytes]], deadline_s: float) -> list[Popen[by
 def wait_for(
     what: str, look: Callable[[], FoundT | None], *, timeout_s: float, watched: Iterable[ChildProcess] = ()
 ) -> FoundT:
-    """Return the first true value of `look`. Raises PeerError when a watched process ends first, else DeadlineError."""
+    """Return the first true value of `look`. Raises PeerError when a watched process ends before, else DeadlineError."""
     deadline_s = time.monotonic() + timeout_s
     watched = tuple(watched)
     while True:
