@@ -233,8 +233,7 @@ class SupervisedChild:
         return is_first
 
     async def stop(self, timeout_s: float, why: str) -> bool:
-        """Start no more processes. Wait for the end of the present one, kill it after `timeout_s`, and return whether it was
-        killed."""
+        """Start no more processes; end the present one, by a kill after `timeout_s`. Return whether it was killed."""
         self._stopping = True
         if self._task is None:
             return False
