@@ -1,7 +1,7 @@
 """Codecs of rows, one for each `Encoding`: numbers to bytes and back.
 
 Codecs are pure functions: equal numbers give equal bytes, padding included. Lossy encodings refuse infinities and NaN, which would
-poison a whole group's scale; plain ones keep every bit.
+poison the scale of a whole group; plain encodings keep every bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RowCodec(ABC):
 
     @abstractmethod
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, width] floating -> uint8 [n, row_bytes]. Raises InvalidInputError for numbers that it cannot store."""
+        """[n, width] floating -> uint8 [n, row_bytes]. Raises InvalidInputError for numbers that the encoding cannot store."""
 
     @abstractmethod
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class RowCodec(ABC):
 
 
 class PlainCodec(RowCodec):
-    """Numbers unchanged, in `stored`. Bit-exact when both dtypes are the numbers' own."""
+    """Numbers unchanged, in `stored`; bit-exact if both dtypes are the numbers' own."""
 
     def __init__(self, width: int, dtype: torch.dtype, stored: torch.dtype) -> None:
         super().__init__(width, dtype)
@@ -131,7 +131,7 @@ class Fp8IndexerCodec(RowCodec):
 def row_codec(component: Component, *, width: int, dtype: torch.dtype, rope: int = 0) -> RowCodec:
     """Return the codec for rows of `width` numbers of a model that computes in `dtype`.
 
-    `rope` trailing numbers of an fp8_v4 row are kept in bf16. Raises InvalidInputError when the component's rows have another
+    `rope` trailing numbers of an fp8_v4 row stay in bf16. Raises InvalidInputError when the component's rows have another
     length.
     """
     codec: RowCodec
@@ -159,7 +159,7 @@ def _check_shape(values: torch.Tensor, width: int) -> None:
 
 
 def _finite(values: torch.Tensor, width: int, name: str) -> torch.Tensor:
-    """Return `values` as fp32, or raise InvalidInputError naming the first row that is not finite."""
+    """Return `values` as fp32. Raises InvalidInputError, which names the first row that is not finite."""
     _check_shape(values, width)
     numbers = values.to(torch.float32)
     bad = ~torch.isfinite(numbers).all(dim=1)
@@ -172,7 +172,7 @@ def _finite(values: torch.Tensor, width: int, name: str) -> torch.Tensor:
 
 
 def _grouped(values: torch.Tensor, group: int) -> torch.Tensor:
-    """[n, width] -> [n, groups, group], the last group filled up with zeros."""
+    """[n, width] -> [n, groups, group], with zeros at the end of the last group."""
     count, width = values.shape
     groups = -(-width // group)
     if width < groups * group:
@@ -190,11 +190,11 @@ def _scale_exponent(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _within(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `values` in `dtype`, those beyond its range as its largest number: rounding may have lifted them there."""
+    """Return `values` in `dtype`, limited to its largest number: rounding may have lifted values beyond it."""
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype)
 
 
 def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    # torch turns numbers that are too large for e4m3 into NaN, and a rounded scale may leave 448 * (1 + 2**-24).
+    # torch turns numbers beyond e4m3 into NaN, and a rounded scale may leave 448 * (1 + 2**-24).
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(_E4M3).view(torch.uint8)

@@ -2,8 +2,8 @@
 
 The cache of one request of L tokens, and the component of each part:
 
-- `keys`: the last `sliding_window - 1` keys, `swa_kv`. The component's window is one row longer. The model never reads that oldest
-  row again; it is written as zeros.
+- `keys`: the last `sliding_window - 1` keys, `swa_kv`. The component's window is one row longer: the model never reads this oldest
+  row again, and it is written as zeros.
 - `compressed_kv`: one entry for each `compress_rate` complete tokens: `c4_kv`, `c4_indexer`, `c128_kv`.
 - `buffer_kv` and `buffer_gate`: the L % rate tokens that wait for their block, and in sparse layers `overlap_kv` and
   `overlap_gate`: the Ca half of the last complete block. Both are rows of the states: [kv | gate] in heavy layers,
@@ -49,7 +49,7 @@ class CacheCodec:
     """
 
     def __init__(self, geometry: ModelGeometry, model: Any) -> None:  # noqa: ANN401 - transformers is untyped
-        """Caches made here live on the model's device. Raises InvalidInputError when geometry and model do not fit."""
+        """Caches from here are on the model's device. Raises InvalidInputError when geometry and model do not fit."""
         self.geometry = geometry
         self.device: torch.device = model.device
         self._dtype: torch.dtype = model.dtype
@@ -74,7 +74,7 @@ class CacheCodec:
         return self._codecs[component.kind].encode(values)
 
     def write(self, cache: DynamicCache, parts: Iterable[Part]) -> None:
-        """Write the rows of `parts` from a cache into their pages. Raises ConflictError when the cache does not hold them."""
+        """Write the rows of `parts` from a cache into their pages. Raises ConflictError when the cache lacks some."""
         for part in parts:
             component, rows = self.geometry.component(part.kind), part.rows
             part.write(self.encode(cache, component, part.layer, start=rows.start, stop=rows.stop))
@@ -82,8 +82,8 @@ class CacheCodec:
     def decode(self, tokens: int, read: ReadRows, *, into: DynamicCache | None = None) -> DynamicCache:
         """Return a cache of `tokens` tokens made of the rows that `read` returns; its tensors are its own.
 
-        Prefill continues from a prefix in the same way as decode from a prompt: the windows and states are then a checkpoint of
-        exactly `tokens` tokens. `into` is an empty cache to fill; without it, a new one of the model's own layers.
+        Prefill continues from a prefix as decode does from a prompt: the windows and states are then a checkpoint of exactly
+        `tokens` tokens. `into`: an empty cache to fill (default: a new one of the model's own layers).
         """
         if tokens < 1:
             raise InvalidInputError(f"a cache of {tokens} tokens has nothing to continue from")
@@ -133,7 +133,7 @@ class CacheCodec:
 
 
 def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | None = None) -> DynamicCache:
-    """Return `cache` as decode would see it: after encoding and decoding, without pages."""
+    """Return `cache` as decode sees it: after encoding and decoding, without pages."""
 
     def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
         return codec.encode(cache, component, layer, start=start, stop=stop)
@@ -142,7 +142,7 @@ def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | No
 
 
 def read_parts(parts: Iterable[Part]) -> ReadRows:
-    """Return a reader of the rows of `parts`. It raises InvalidInputError for rows of other layers."""
+    """Return a reader of the rows of `parts`, which raises InvalidInputError for rows of other layers."""
     held = {(part.kind, part.layer): part for part in parts}
 
     def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:

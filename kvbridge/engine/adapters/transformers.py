@@ -1,9 +1,9 @@
 """Hugging Face's own DeepSeek-V4, small and with random weights, as an engine on a CPU or a GPU; and its sparse decode.
 
-Two processes compute the same bits when both have the same config, seed, dtype, device, thread count and library versions, and
-cut the prompt into the same chunks (a matrix product of another shape rounds differently).
+Two processes compute the same bits with the same config, seed, dtype, device, thread count and library versions, and the same
+chunks of the prompt (a matrix product of another shape rounds differently).
 
-Sparse decode leaves the model's own code as it is. In a forward pass a C4 layer hands its new entry to the cache and gets all
+Sparse decode leaves the model's own code unchanged. In a forward pass a C4 layer hands its new entry to the cache and gets all
 entries, lets the indexer select some, and gives the attention all entries with a bias that shuts out the others. Here the cache
 (`SparseLayer`) returns room for the selected entries; a hook on the indexer, which runs after it, fetches them into this room and
 renumbers the selection to places in it. The result differs from the dense model's by the rounding of sums over other numbers of
@@ -28,13 +28,13 @@ from kvbridge.engine.encodings import RowCodec
 from kvbridge.sparse import SparseCache
 
 INITIALIZER_RANGE = 0.08
-"""Standard deviation of random weights: with the library's 0.02 a random model repeats one token."""
+"""Standard deviation of random weights: a random model with the library's 0.02 repeats one token."""
 CACHE_ARGUMENT = (
     "cache" if "cache" in inspect.signature(DeepseekV4ForCausalLM.forward).parameters else "past_key_values"
 )
-"""Name of the cache among the arguments of a model and of its layers; transformers 5.24 has renamed it."""
+"""Name of the cache among the arguments of a model and of its layers, which transformers 5.24 has changed."""
 _ENTRIES = "compressor"
-"""The cache's own name for the entries that attention reads; the indexer's keys stay in the cache."""
+"""The cache's own name for the entries of the attention; the indexer's keys stay in the cache."""
 
 Model = Any
 """A DeepseekV4ForCausalLM: transformers is untyped."""
@@ -60,8 +60,8 @@ def load_model(
 ) -> Model:
     """Return a model with random weights that depend on `config`, `seed` and `dtype` only, made on the CPU.
 
-    The model lives on `device` (default: the CPU), without gradients, with eager attention and experts. The whole process computes
-    on one thread from then on, because the logits depend on the thread count.
+    The model is on `device` (default: the CPU), without gradients, with eager attention and experts. From then on the whole process
+    computes on one thread, because the logits depend on the thread count.
     """
     torch.set_num_threads(1)
     facts = {"initializer_range": INITIALIZER_RANGE, **config}
@@ -71,7 +71,7 @@ def load_model(
         torch.manual_seed(seed)
         build: Any = AutoModelForCausalLM.from_config
         model = build(model_config, attn_implementation="eager", experts_implementation="eager", dtype=dtype)
-        # The library initialises these with zeros: with numbers in them, a mistake in moving them shows.
+        # The library initialises these with zeros; with numbers in them, a mistake in moving them shows.
         for name, parameter in model.named_parameters():
             if name.endswith((".position_bias", ".sinks")):
                 parameter.normal_(std=0.5)
@@ -93,9 +93,9 @@ def prefill_chunks(
 ) -> Prefill:
     """Compute a prompt in chunks that end at multiples of `chunk_tokens`. Call `on_chunk` with the tokens computed so far.
 
-    `cache` may hold a prefix; computation continues from its end, with the bits of a computation from the start if the prefix ends
-    at a multiple of `chunk_tokens`. Raises InvalidInputError when no token is left to compute: no cache holds the logits of the
-    last token.
+    `cache` may hold a prefix. Computation continues from its end, with the bits of a computation from the start if the prefix ends
+    at a multiple of `chunk_tokens`. Raises InvalidInputError without a token to compute: no cache holds the logits of the last
+    token.
     """
     held = DynamicCache(config=model.config) if cache is None else cache
     start, stop = held.get_seq_length(), len(token_ids)
@@ -114,7 +114,7 @@ def prefill_chunks(
 
 
 def generate(model: Model, cache: DynamicCache, *, first_token: int, steps: int) -> Generated:
-    """Decode greedily: feed `first_token` and then, `steps - 1` times, the most likely token."""
+    """Decode greedily: feed `first_token`, and then `steps - 1` times the most likely token."""
     tokens, logits = [first_token], [forward(model, cache, [first_token])]
     while len(tokens) < steps:
         tokens.append(int(logits[-1].argmax()))
@@ -192,7 +192,7 @@ def sparse_cache(config: Any, codec: CacheCodec, store: SparseCache | None = Non
 
 
 def hook_indexers(model: Model) -> list[Any]:
-    """Make every indexer of a model hand its selection to the `SparseLayer`. Leaves dense caches alone. Returns the hooks."""
+    """Make every indexer hand its selection to the `SparseLayer`, and return the hooks. Dense caches stay as they are."""
 
     def select(_: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], top_k: torch.Tensor) -> Any:  # noqa: ANN401
         cache = named.get(CACHE_ARGUMENT, arguments[3] if len(arguments) > 3 else None)
@@ -237,8 +237,8 @@ class SparseDecoder(Closing):
     def step(self, slot: int, cache: DynamicCache, *, token: int) -> torch.Tensor:
         """Feed one token; return the fp32 logits [vocabulary] of the next.
 
-        Raises InvalidInputError, with nothing changed, when the request has no host page for the row that this token completes:
-        `SparseCache.extend` helps. After any other error, release the request.
+        Raises InvalidInputError, with nothing changed, when the request has no host page for the row that this token completes;
+        then `SparseCache.extend` helps. After any other error, release the request.
         """
         self.store.begin_step([(slot, (cache.get_seq_length() + 1) // self._component.tokens_per_row)])
         try:
