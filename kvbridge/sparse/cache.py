@@ -314,7 +314,7 @@ class SparseCache(Closing):
             self._swap_in.close()
 
     def __repr__(self) -> str:
-        used = len(self.requests.slots())
+        used = len(self.requests)
         return f"<SparseCache on {self.device}: {used} of {self.settings.max_requests} requests, {len(self.layers)} layers>"
 
     # ------------------------------------------------------------------ inside
@@ -361,21 +361,20 @@ class SparseCache(Closing):
         return self._backed_up[place.slot][place.page % self.settings.ring_pages]
 
     def _position(self, layer: int) -> int:
-        try:
-            return self._positions[layer]
-        except KeyError:
-            raise NotFoundError(f"layer {layer} has no {self.component.kind} here; there are {self.layers}") from None
+        if layer not in self._positions:
+            raise NotFoundError(f"layer {layer} has no {self.component.kind} here; there are {self.layers}")
+        return self._positions[layer]
 
     def _check_batch(self, tensor: torch.Tensor, batch: int) -> None:
         if tensor.device != self.memory.pages.device or batch > self.settings.max_requests:
+            here = self.memory.pages.device
             raise InvalidInputError(
-                f"a batch of at most {self.settings.max_requests} on {self.memory.pages.device} is needed, got {batch} on "
-                f"{tensor.device}"
+                f"a batch of at most {self.settings.max_requests} on {here} is needed, got {batch} on {tensor.device}"
             )
 
     def _check_ids(self, slot: int, host_page_ids: PageIdArray) -> None:
-        if len(host_page_ids) and int(host_page_ids.max()) >= self._host_page_count:
+        last, count = int(host_page_ids.max(initial=-1)), self._host_page_count
+        if last >= count:
             raise PageOutOfBoundsError(
-                f"request slot {slot}: host page {int(host_page_ids.max())} does not exist: the host pool has "
-                f"{self._host_page_count} pages"
+                f"request slot {slot}: host page {last} does not exist: the host pool has {count} pages"
             )

@@ -75,14 +75,13 @@ class RequestBook:
 
     def get(self, slot: int) -> Request:
         """Return the request in a slot. Raises NotFoundError."""
-        try:
-            return self._requests[slot]
-        except KeyError:
-            raise NotFoundError(f"request slot {slot} holds no request; admit it first") from None
+        if slot not in self._requests:
+            raise NotFoundError(f"request slot {slot} holds no request; admit it first")
+        return self._requests[slot]
 
-    def slots(self) -> tuple[int, ...]:
-        """Return the slots in use, in the order of their admission."""
-        return tuple(self._requests)
+    def __len__(self) -> int:
+        """Number of slots in use."""
+        return len(self._requests)
 
     @property
     def stepping(self) -> bool:
@@ -102,10 +101,6 @@ class RequestBook:
         """Return the page id, in the hot region, of logical page `page` while it is in the ring."""
         each = self.shape.rows_per_request // self._page_rows
         return (slot + 1) * each - self._ring_pages + page % self._ring_pages
-
-    def ring_start(self, request: Request) -> int:
-        """Return the first row that is found in the ring."""
-        return self.shape.ring_start(request.rows, request.ring_begin)
 
     # ------------------------------------------------------------------ verbs
 

@@ -244,7 +244,7 @@ def check_tables(cache: SparseCache) -> None:
     slot_of_row, row_of_slot = memory.slot_of_row.cpu().numpy(), memory.row_of_slot.cpu().numpy()
     ages, tallies = memory.ages.cpu().numpy().view(np.uint32), memory.tallies.cpu().numpy()
     pages, ring_begin = memory.host_pages.cpu().numpy(), memory.ring_begin.cpu().numpy()
-    for slot in cache.requests.slots():
+    for slot in cache.requests._requests:
         request = cache.requests.get(slot)
         count = len(request.pages)
         assert ring_begin[slot] == request.ring_begin
@@ -256,7 +256,9 @@ def check_tables(cache: SparseCache) -> None:
             held = row_of_slot[layer, slot]
             assert np.array_equal(held[slot_of_row[layer, slot][rows]], rows), "resident rows are in their slots"
             assert len(rows) == np.count_nonzero(held >= 0), "slots hold resident rows only"
-            assert (rows < cache.requests.ring_start(request)).all(), "rows in the ring are in no hot slot"
+            assert (rows < cache.requests.shape.ring_start(request.rows, request.ring_begin)).all(), (
+                "rows in the ring are in no hot slot"
+            )
             planes = ages[layer, slot][:, None, :] >> np.arange(32, dtype=np.uint32)[None, :, None] & np.uint32(1)
             bits = planes.reshape(-1, AGE_PLANES)
             assert not bits[held < 0].any(), "an empty slot has no age"

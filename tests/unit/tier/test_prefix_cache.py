@@ -94,24 +94,6 @@ def test_a_pool_that_has_been_full_for_long_still_gives_long_runs():
     assert lengths[200:].sum() / sum(runs[200:]) > 16, "pages a run"
 
 
-@pytest.mark.parametrize("spoil", ["a pin too many", "a page of nobody", "a reader too many"])
-def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
-    bench = PrefixBench({FULL: PAGES, SWA: 4})
-    bench.warm("a", 4)
-    owner, _ = bench.admit("a", 4)
-    match spoil:
-        case "a pin too many":
-            bench.index.pin(bench.index.match(keys("a", 2)))
-        case "a page of nobody":
-            stranger = bench.new_owner()
-            bench.book.reserve(stranger, {FULL: 1})
-            bench.book.cache(stranger, bench.book.pages(stranger))
-        case "a reader too many":
-            bench.cache._readers[bench.new_owner()] = bench.cache._readers[owner]
-    with pytest.raises(AssertionError, match=r"index|readers"):
-        check_cache(bench.cache)
-
-
 def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(tier):
     owner, other = Owner(NO_ROOM, 90), Owner(NO_ROOM, 91)
     ids = tier.book.reserve(owner, {FULL_COPY: 2}, state=LEASED)[FULL_COPY]
