@@ -8,18 +8,8 @@ from kvbridge.core.errors import UnauthorizedError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
+from kvbridge.core.wire import messages
 from kvbridge.core.wire.codec import pack_rank
-from kvbridge.core.wire.messages import (
-    FEATURES,
-    Failed,
-    Features,
-    Hello,
-    Offer,
-    RankDescription,
-    Rejected,
-    Welcome,
-    WireTable,
-)
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.prefill import decode_nodes
 from kvbridge.node.prefill.decode_nodes import ClaimedName, DecodeNodes, check_name
@@ -43,6 +33,8 @@ from tests.helpers.rooms import (
 NEXT_LIFE = "dddd000000000002"
 
 ONE, TWO = ModelIdentity(name="m", revision="1"), ModelIdentity(name="m", revision="2")
+
+NONE = messages.Features()
 
 
 class PrefillSide:
@@ -84,9 +76,9 @@ class PrefillSide:
     def end_inspection(self) -> None:
         run_inspection(*self.later.pop(0))
 
-    def hello(self, peer: str = DECODE, *, key: str = "", features: Features = Features(), **fields) -> None:  # noqa: B008
+    def hello(self, peer: str = DECODE, *, key: str = "", features: messages.Features = NONE, **fields) -> None:
         self.key = key
-        self.nodes.received(peer, Hello(node=describe_decode(peer, **fields), features=features))
+        self.nodes.received(peer, messages.Hello(node=describe_decode(peer, **fields), features=features))
 
     def connected(self, rank=R0, peer: str = DECODE, **fields) -> None:
         self.nodes.worker_connected(PeerConnected(rank=rank, peer=peer, transports=("local",), **fields))
@@ -98,7 +90,7 @@ class PrefillSide:
 
     @property
     def rejected(self) -> str:
-        return pick(self.messages, Rejected)[-1].code
+        return pick(self.messages, messages.Rejected)[-1].code
 
 
 def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
@@ -109,10 +101,10 @@ def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
     assert side.messages == []
     assert side.nodes.peers()[0].connecting == ("pp0.tp1",)
     side.connected(R1)
-    [welcome] = pick(side.messages, Welcome, DECODE)
+    [welcome] = pick(side.messages, messages.Welcome, DECODE)
     assert (welcome.instance, welcome.node, welcome.incarnation, welcome.ranks) == ("prefill", "p0", PREFILL, (R0, R1))
     side.hello()
-    assert len(pick(side.messages, Welcome)) == 2
+    assert len(pick(side.messages, messages.Welcome)) == 2
     assert len(pick(side.workers.messages, ConnectPeer)) == 2
     assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
 
@@ -128,10 +120,10 @@ def test_a_worker_that_is_starting_gets_one_order_once_it_is_ready():
     assert len(pick(side.workers.messages, ConnectPeer)) == 2
     assert side.messages == []
     side.connected(R1)
-    assert len(pick(side.messages, Welcome)) == 1
+    assert len(pick(side.messages, messages.Welcome)) == 1
 
 
-OTHER_MANIFEST = pack_rank(RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=()))
+OTHER_MANIFEST = pack_rank(messages.RankDescription(manifest=manifest(preset("tiny-v4")), endpoints=()))
 
 
 @pytest.mark.parametrize(
@@ -150,9 +142,9 @@ OTHER_MANIFEST = pack_rank(RankDescription(manifest=manifest(preset("tiny-v4")),
 def test_a_node_that_does_not_fit_is_told_why(ours, fields, code, text):
     side = PrefillSide(model_identity=ours)
     side.hello(**fields)
-    assert [(one.code, text in one.message) for one in pick(side.messages, Rejected, DECODE)] == [(code, True)] * bool(
-        code
-    )
+    assert [(one.code, text in one.message) for one in pick(side.messages, messages.Rejected, DECODE)] == [
+        (code, True)
+    ] * bool(code)
     assert bool(side.nodes.known()) is bool(side.workers.messages) is (not code)
 
 
@@ -167,7 +159,11 @@ def test_a_new_life_ends_the_old_one_and_a_worker_that_cannot_connect_rejects_a_
     reason = "no route " * 400
     side.connected(R0, NEXT_LIFE, error_code="transport_failed", error=reason)
     side.connected(R1, NEXT_LIFE)
-    assert (side.rejected, len(pick(side.messages, Welcome)), len(side.nodes.known())) == ("transport_failed", 1, 0)
+    assert (side.rejected, len(pick(side.messages, messages.Welcome)), len(side.nodes.known())) == (
+        "transport_failed",
+        1,
+        0,
+    )
     assert len(pick(side.workers.messages, DisconnectPeer)) == 4
     assert side.events.of(PeerFact) == [
         PeerAccepted(peer=DECODE, name="decode/d0", features=()),
@@ -240,9 +236,9 @@ def slow() -> PrefillSide:
     return side
 
 
-def offer(room: int = 1, payload_bytes: int = 0) -> Offer:
-    tables = (WireTable(space=IndexSpace.FULL, ids=bytes(payload_bytes)),)
-    return Offer(room=room, generation=1, prompt_tokens=1, tables=tables)
+def offer(room: int = 1, payload_bytes: int = 0) -> messages.Offer:
+    tables = (messages.WireTable(space=IndexSpace.FULL, ids=bytes(payload_bytes)),)
+    return messages.Offer(room=room, generation=1, prompt_tokens=1, tables=tables)
 
 
 def test_what_a_peer_said_is_forgotten_with_it():
@@ -266,9 +262,11 @@ def test_an_introduction_that_is_not_checked_in_time_or_by_a_defect_is_rejected(
         side.end_inspection()
     else:
         side.later.pop()[1](defect)
-    [rejected] = pick(side.messages, Rejected, DECODE)
+    [rejected] = pick(side.messages, messages.Rejected, DECODE)
     assert (rejected.code, text in rejected.message) == (code, True)
-    assert pick(side.messages, Failed, DECODE)[0].code == "not_ready", "an offer of a stranger is answered, too"
+    assert pick(side.messages, messages.Failed, DECODE)[0].code == "not_ready", (
+        "an offer of a stranger is answered, too"
+    )
 
 
 @pytest.mark.parametrize(("count", "payload_bytes"), [(decode_nodes.MOST_MESSAGES, 0), (64, 256 * 1024)])
@@ -276,7 +274,7 @@ def test_what_waits_is_bounded(count, payload_bytes):
     side = slow()
     for room in range(count + 1):
         side.nodes.received(DECODE, offer(room + 1, payload_bytes))
-        if pick(side.messages, Rejected):
+        if pick(side.messages, messages.Rejected):
             break
     assert side.rejected == "capacity"
     assert not side.nodes.known()
@@ -289,23 +287,25 @@ def test_the_bytes_of_one_peer_count_once_towards_what_all_may_keep(monkeypatch)
     side = slow()
     for room in range(1, 151):
         side.nodes.received(DECODE, offer(room))
-    assert not pick(side.messages, Rejected)
+    assert not pick(side.messages, messages.Rejected)
 
 
 def test_an_older_decode_node_is_welcomed_with_what_both_have(monkeypatch):
     side = PrefillSide()
     side.introduce()
-    assert pick(side.messages, Welcome, DECODE)[0].features == FEATURES
+    assert pick(side.messages, messages.Welcome, DECODE)[0].features == messages.FEATURES
     assert side.nodes.peers()[0].features == ()
-    monkeypatch.setattr(decode_nodes, "FEATURES", Features(has=("digests",)))
-    side.hello(features=Features(has=("digests", "later")))
+    monkeypatch.setattr(decode_nodes, "FEATURES", messages.Features(has=("digests",)))
+    side.hello(features=messages.Features(has=("digests", "later")))
     assert side.nodes.peers()[0].features == ("digests",)
 
 
 def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
     """Not the thousands of objects that it becomes: those are made for a check, and let go."""
     ranks = [
-        pack_rank(RankDescription(manifest=manifest(rank=Rank(pp=0, tp=tp), tp_size=4, base=tp << 40), endpoints=()))
+        pack_rank(
+            messages.RankDescription(manifest=manifest(rank=Rank(pp=0, tp=tp), tp_size=4, base=tp << 40), endpoints=())
+        )
         for tp in range(4)
     ]
     side = PrefillSide()
