@@ -1,13 +1,15 @@
-"""How a daemon starts, ticks and ends, also when one of its parts does not; and its traces."""
+"""How a daemon starts, says where it is, ticks and ends, also when one of its parts does not; and its traces."""
 
 import asyncio
 import gc
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint, write_endpoint
 from kvbridge.api.status import Readiness
 from kvbridge.config.endpoints import TracesConfig
 from kvbridge.config.schema import PrefillConfig
@@ -131,3 +133,15 @@ def test_headers_come_from_their_file_and_change_with_it(tmp_path: Path):
         assert collector.headers[0]["x-key"] == "another"
     with pytest.raises(ConfigError, match=r"telemetry\.traces\.headers_file: cannot read"):
         opened(TracesConfig(endpoint="http://127.0.0.1:4318", headers_file=tmp_path / "none"))
+
+
+def test_the_file_of_another_user_is_refused_and_half_of_one_is_none_yet(tmp_path, monkeypatch):
+    assert read_endpoint(tmp_path) is None
+    write_endpoint(tmp_path, DaemonEndpoint(role="prefill", incarnation="i", pid=1, http_url="http://127.0.0.1:1"))
+    assert read_endpoint(tmp_path) is not None
+    monkeypatch.setattr("kvbridge.api.endpoint_file.os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=f"was written by user {os.getuid()}, not by user {os.getuid() + 1}"):
+        read_endpoint(tmp_path)
+    monkeypatch.undo()
+    (tmp_path / ENDPOINT_FILE).write_text("{")
+    assert read_endpoint(tmp_path) is None
