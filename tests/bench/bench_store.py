@@ -122,7 +122,7 @@ def _measure(
     [form] = pages.forms
     source, target = (np.arange(first, first + BATCH, dtype=np.int32).reshape(-1, 1) for first in (0, BATCH))
     into, out_of = (
-        bare.prepared([list(zip(form.addresses(row).tolist(), form.lengths, strict=True)) for row in rows])
+        bare.prepared([list(zip(one.tolist(), form.lengths, strict=True)) for one in form.addresses(rows)])
         for rows in (source, target)
     )
     random = np.random.default_rng()

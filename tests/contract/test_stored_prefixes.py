@@ -97,13 +97,13 @@ class Node(Looped):
 
     def read(self, space: IndexSpace, page: int) -> bytes:
         form = self.forms[space]
-        addresses = form.addresses(np.array([page], dtype=np.int32)).tolist()
+        addresses = form.addresses(np.array([page], dtype=np.int32).reshape(1, -1))[0].tolist()
         return b"".join(map(ctypes.string_at, addresses, form.lengths))
 
     def write(self, space: IndexSpace, page: int, data: bytes) -> None:
         form, at = self.forms[space], 0
         for address, length in zip(
-            form.addresses(np.array([page], dtype=np.int32)).tolist(), form.lengths, strict=True
+            form.addresses(np.array([page], dtype=np.int32).reshape(1, -1))[0].tolist(), form.lengths, strict=True
         ):
             ctypes.memmove(address, data[at : at + length], length)
             at += length

@@ -47,12 +47,12 @@ class StoredPages:
             pool.close()
 
     def read(self, page: int, form: int = 0) -> bytes:
-        addresses = self.places[form].addresses(np.array([page], dtype=np.int32)).tolist()
+        addresses = self.places[form].addresses(np.array([page], dtype=np.int32).reshape(1, -1))[0].tolist()
         return b"".join(map(ctypes.string_at, addresses, self.places[form].lengths))
 
     def write(self, page: int, data: bytes, form: int = 0) -> None:
         at = 0
-        addresses = self.places[form].addresses(np.array([page], dtype=np.int32)).tolist()
+        addresses = self.places[form].addresses(np.array([page], dtype=np.int32).reshape(1, -1))[0].tolist()
         for address, length in zip(addresses, self.places[form].lengths, strict=True):
             ctypes.memmove(address, data[at : at + length], length)
             at += length
