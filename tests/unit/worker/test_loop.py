@@ -8,10 +8,7 @@ from kvbridge.core.wire.messages import Heartbeat, StreamPoint, TransportEndpoin
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     DisconnectPeer,
-    EndpointsRevoked,
     PeerConnected,
-    RenewEndpoints,
-    RevokeEndpoints,
     RoomClosed,
     Send,
     Sent,
@@ -385,26 +382,6 @@ def test_a_transport_that_cannot_be_replaced_is_told_of_and_given_up():
     assert len(bench.link.take(WorkerReady)) == 1, "so the node has peers connected by it"
     bench.connect()
     assert [answer.error_code for answer in bench.link.take(PeerConnected)] == [""]
-
-
-def test_earlier_endpoints_work_until_they_are_revoked():
-    bench = Bench()
-    old = bench.transport()
-    bench.say(RenewEndpoints(epoch=1))
-    [ready] = bench.link.take(WorkerReady)
-    assert (ready.epoch, ready.description.endpoints[0].data) == (1, b"me, epoch 1")
-    bench.worker.step()
-    assert not old.closed
-    bench.transport().writers_before = 1  # a process of this host has not let go
-    bench.say(RevokeEndpoints(before_epoch=1))
-    assert old.closed
-    assert bench.link.take(EndpointsRevoked) == []
-    bench.transport().writers_before = 0
-    bench.worker.step()
-    [revoked] = bench.link.take(EndpointsRevoked)
-    assert revoked.before_epoch == 1
-    bench.worker.step()
-    assert bench.link.take(EndpointsRevoked) == []
 
 
 def test_an_engine_that_is_gone_fails_its_order_alone(monkeypatch):

@@ -78,6 +78,7 @@ def test_rooms_go_on_while_endpoints_are_renewed(elsewhere):
     [ready] = bench.link.take(worker_messages.WorkerReady)
     assert ready.epoch == 1
     assert [(each.transport, each.epoch) for each in ready.description.endpoints] == [("one", 1), ("two", 1)]
+    assert ready.description.endpoints[0].data == b"me, epoch 1"
     bench.say(steps=2)
     assert (old.closed, elsewhere.names) == (False, []), "peers write by it until it is revoked"
     bench.say(worker_messages.RevokeEndpoints(before_epoch=1))
@@ -166,9 +167,13 @@ def test_rooms_go_on_while_a_transport_closes_and_endpoints_count_until_it_has(e
     bench, old = revoking_bench(elsewhere)
     assert sends_a_room(bench, bench.transport())
     assert bench.link.take(worker_messages.EndpointsRevoked) == []
+    bench.transport().writers_before = 1  # a process of this host has not let go
     elsewhere.go_on()
     bench.worker.step()
     assert old.closed
+    assert bench.link.take(worker_messages.EndpointsRevoked) == []
+    bench.transport().writers_before = 0
+    bench.say(steps=2)
     assert [revoked.before_epoch for revoked in bench.link.take(worker_messages.EndpointsRevoked)] == [1]
 
 
