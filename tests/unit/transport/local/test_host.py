@@ -18,6 +18,7 @@ from kvbridge.transport.local.host import FileIdentity, HostClaim, Proof, Shared
 from kvbridge.transport.local.memory import LocalEndpoint, PeerMemory
 from kvbridge.transport.local.transport import LocalTransport
 from tests.helpers.shared_buffer import SharedBuffer, connect
+from tests.unit.transport.local.conftest import check_revocation
 
 
 @pytest.fixture
@@ -54,19 +55,22 @@ def test_proof_is_readable_by_its_owner_only_and_removed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"boot_id": "elsewhere"}, "boot id elsewhere"), ({"secret": "0" * 64}, "does not hold here")],
+    ("change", "words"),
+    [
+        ("boot_id", "boot id elsewhere"),
+        ("secret", "does not hold here"),
+        *((number, "another file here") for number in ("device", "inode", "owner")),
+    ],
 )
-def test_another_boot_or_secret_is_another_host(proof: Proof, changes: dict[str, str], words: str) -> None:
+def test_another_boot_secret_or_file_is_another_host(proof: Proof, change: str, words: str) -> None:
+    claim = proof.claim
+    whole = {"boot_id": "elsewhere", "secret": "0" * 64}
+    if change in whole:
+        told = claim.model_copy(update={change: whole[change]})
+    else:
+        told = altered(claim, **{change: getattr(claim.file, change) + 1})
     with pytest.raises(TransportError, match=words):
-        require_same_host(proof.claim.model_copy(update=changes))
-
-
-@pytest.mark.parametrize("change", ["device", "inode", "owner"])
-def test_same_path_with_another_identity_is_another_file(proof: Proof, change: str) -> None:
-    wrong = getattr(proof.claim.file, change) + 1
-    with pytest.raises(TransportError, match="another file here"):
-        require_same_host(altered(proof.claim, **{change: wrong}))
+        require_same_host(told)
 
 
 def test_a_process_that_no_longer_holds_its_lock_has_ended(proof: Proof) -> None:
@@ -139,10 +143,6 @@ def writer():
     made.close()
 
 
-def private(array: np.ndarray) -> Extent:
-    return Extent(address=int(array.ctypes.data), length_bytes=array.nbytes, label="scratch")
-
-
 def test_removed_pool_is_refused_and_a_mapped_one_outlives_it(reader, writer, tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path / "pool", SIZE)
     reader.register([buffer.memory()])
@@ -162,24 +162,9 @@ def test_device_memory_without_a_device_is_refused(writer, monkeypatch) -> None:
 
 def test_an_endpoint_is_revoked_once_nobody_has_it_mapped(writer, tmp_path: Path) -> None:
     buffer, source = SharedBuffer(tmp_path / "pool", SIZE), np.full(4096, 9, np.uint8)
-    writer.register([private(source)])
-    old = LocalTransport(LocalSettings(), epoch=3)
-    old.register([buffer.memory(0, 65536)])
-    peer, stale = connect(writer, old.endpoint()), old.endpoint()
-    new = LocalTransport(LocalSettings(), epoch=4)
-    new.register([buffer.memory(0, 65536)])
-    old.close()
-    assert new.revoked(3)
-    assert not new.revoked(4)  # closing the reader's side stops no writer
-    with pytest.raises(TransportError, match="has ended"):
-        connect(writer, stale)
-    connect(writer, new.endpoint())
-    assert not new.revoked(4)
-    writer.disconnect(peer)
-    assert new.revoked(4), "whoever still has the handle keeps nothing mapped by it"
-    assert not new.revoked(5)
-    writer.close()
-    assert new.revoked(5), "nor does whoever still has the transport"
+    writer.register([Extent(address=int(source.ctypes.data), length_bytes=source.nbytes, label="scratch")])
+    old, new = (LocalTransport(LocalSettings(), epoch=epoch) for epoch in (3, 4))
+    check_revocation(writer, old, new, buffer.memory(0, 65536))
     new.close()
 
 

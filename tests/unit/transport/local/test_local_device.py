@@ -29,6 +29,7 @@ from tests.helpers.cluster import eventually
 from tests.helpers.fake_cuda import FakeStream
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.shared_buffer import SharedBuffer, connect, operations
+from tests.unit.transport.local.conftest import check_revocation
 
 SIZE = 1 << 20
 BELOW = 4096
@@ -118,18 +119,28 @@ def make(tmp_path: Path):
         transport.close()
 
 
+@pytest.fixture
+def joined(make):
+    """Connects a writer with some memory to a reader with other memory: both transports, and the peer."""
+
+    def join(own: list[Extent], theirs: list[Extent], **of_reader: object):
+        writer, reader = make(), make(**of_reader)
+        writer.register(own)
+        reader.register(theirs)
+        return writer, reader, connect(writer, reader.endpoint())
+
+    return join
+
+
 @pytest.mark.parametrize(("length", "way"), [(BELOW - 1, Way.KERNEL), (3 * BELOW, Way.ENGINES)])
-def test_each_end_wherever_it_is(world: World, make, tmp_path: Path, length: int, way: Way) -> None:
+def test_each_end_wherever_it_is(world: World, joined, tmp_path: Path, length: int, way: Way) -> None:
     """One submission from host and device memory to host and device memory: one way for all, and every byte in its place."""
     source, own, target = DeviceArray(), SharedBuffer(tmp_path / "own", SIZE), DeviceArray()
     pool = SharedBuffer(tmp_path / "pool", SIZE)
     rng = np.random.default_rng(0)
     for array in (source.bytes, own.bytes):
         array[:] = rng.integers(1, 256, SIZE, dtype=np.uint8)
-    writer, reader = make(), make()
-    writer.register([source.memory(), own.memory()])
-    reader.register([pool.memory(), target.memory(4096)])
-    peer = connect(writer, reader.endpoint())
+    writer, _, peer = joined([source.memory(), own.memory()], [pool.memory(), target.memory(4096)])
     rows, offset = [], 8192
     expected = {pool.address: np.zeros(SIZE, np.uint8), target.address: np.zeros(SIZE, np.uint8)}
     for size in (100, 2 * length - 100):  # the mean decides
@@ -152,12 +163,9 @@ def test_each_end_wherever_it_is(world: World, make, tmp_path: Path, length: int
     assert sum(len(stream.started) for stream in world.streams.values()) == 2, "the processor copies on the host"
 
 
-def test_device_memory_beyond_what_was_named_is_refused(world: World, make) -> None:
+def test_device_memory_beyond_what_was_named_is_refused(world: World, make, joined) -> None:
     source, target = DeviceArray(), DeviceArray()
-    writer, reader = make(), make()
-    writer.register([source.memory()])
-    reader.register([target.memory(4096, 4096)])
-    peer = connect(writer, reader.endpoint())
+    writer, _, peer = joined([source.memory()], [target.memory(4096, 4096)])
     with pytest.raises(InvalidInputError, match="leave the registered memory of process"):
         writer.submit(peer, operations((source.address, target.address, 4096)), deadline_s=5.0)
     lying = make()
@@ -185,17 +193,14 @@ def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monk
         connect(writer, reader.endpoint())
 
 
-def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(world, make, tmp_path, monkeypatch):
+def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(world, joined, tmp_path, monkeypatch):
     """A pool has hundreds of extents: neither a thread for each, nor a line of the log that says that memory is registered."""
     source, target, extents = SharedBuffer(tmp_path / "own", SIZE), DeviceArray(), 8
     source.bytes[:] = 7
     span = source.address, SIZE
     monkeypatch.setattr(local_gpu, "registered_range", lambda _: span)
-    writer, reader = make(), make()
     each = SIZE // extents
-    writer.register([source.memory(at * each, each) for at in range(extents)])
-    reader.register([target.memory()])
-    peer = connect(writer, reader.endpoint())
+    writer, _, peer = joined([source.memory(at * each, each) for at in range(extents)], [target.memory()])
     started: list[str] = []
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self))[1])
@@ -208,13 +213,10 @@ def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(world, mak
     assert not [line for line in lines if line["event"] == "registering_memory"]
 
 
-def test_a_submission_that_cannot_be_made_leaves_nothing_behind(world: World, make, monkeypatch) -> None:
+def test_a_submission_that_cannot_be_made_leaves_nothing_behind(world: World, joined, monkeypatch) -> None:
     """No operation of it is started, and it keeps neither the peer's memory nor a share of a stream."""
     source, target = DeviceArray(), DeviceArray()
-    writer, reader = make(), make()
-    writer.register([source.memory()])
-    reader.register([target.memory()])
-    peer = connect(writer, reader.endpoint())
+    writer, _, peer = joined([source.memory()], [target.memory()])
 
     def refuse(*_: object) -> None:
         raise TransportError("no more today")
@@ -254,26 +256,12 @@ def test_host_memory_that_cannot_be_registered_is_refused_when_connecting(world:
 def test_an_endpoint_without_files_is_revoked_like_one_with_files(world: World, make, tmp_path: Path) -> None:
     """Device memory has no file to lock, so a lock file stands for it, which outlives the transports that name it."""
     world.gpu = False
-    target, other = DeviceArray(), DeviceArray()
-    writer, old = make(), make(epoch=3)
-    writer.register([DeviceArray().memory()])
-    old.register([target.memory()])
-    beside = make(epoch=1)
+    own, target, other = DeviceArray(), DeviceArray(), DeviceArray()
+    writer, beside = make(), make(epoch=1)
+    writer.register([own.memory()])
     beside.register([other.memory()])
     connect(writer, beside.endpoint())
-    peer, stale = connect(writer, old.endpoint()), old.endpoint()
-    new = make(epoch=4)
-    new.register([target.memory()])
-    old.close()
-    assert new.revoked(3)
-    assert not new.revoked(4)
-    with pytest.raises(TransportError, match="has ended"):
-        connect(writer, stale)
-    again = connect(writer, new.endpoint())
-    writer.disconnect(peer)
-    assert new.revoked(4)
-    assert not new.revoked(5)
-    writer.disconnect(again)
+    check_revocation(writer, make(epoch=3), make(epoch=4), target.memory())
 
 
 def test_a_lock_file_whose_folder_is_gone_is_made_again_and_the_old_one_still_counts(world: World, tmp_path: Path):
@@ -300,13 +288,10 @@ def test_a_lock_file_whose_folder_is_gone_is_made_again_and_the_old_one_still_co
     readers[1].close()
 
 
-def test_on_a_host_with_a_gpu_writers_must_have_been_gone_for_a_while(world: World, make) -> None:
+def test_on_a_host_with_a_gpu_writers_must_have_been_gone_for_a_while(world: World, joined) -> None:
     """A device may finish some copies for a process that was killed, after the kernel has taken its locks away."""
     clock = ManualClock()
-    writer, reader = make(), make(clock=clock)
-    writer.register([DeviceArray().memory()])
-    reader.register([DeviceArray().memory()])
-    peer = connect(writer, reader.endpoint())
+    writer, reader, peer = joined([DeviceArray().memory()], [DeviceArray().memory()], clock=clock)
     clock.advance(100.0)
     assert not reader.revoked(1)
     writer.disconnect(peer)
