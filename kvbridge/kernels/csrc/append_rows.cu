@@ -1,5 +1,5 @@
 // New rows into the hot region: row i goes to physical row places[i], its parts apart; a negative place is skipped.
-// See kernels/swap_in_device.py. One block a row.
+// See kernels/swap_in.py. One block a row.
 
 #ifndef SLOTS  // so that the file can be compiled by itself
 #define SLOTS 64
