@@ -361,6 +361,14 @@ def join(line: AdmissionQueue[Waiting], client: str, full: int, host: int = 0) -
     return entry
 
 
+async def test_a_head_that_was_passed_often_enough_comes_before_clients_with_fewer_rooms():
+    line: AdmissionQueue[Waiting] = AdmissionQueue(max_waiting=9, max_overtakes=1)
+    large, small = join(line, "large", 8), join(line, "small", 1)
+    line.granted(small)
+    join(line, "small", 1)
+    assert line.next({FULL: 9, HOST: 9}, {"large": 5}) is large
+
+
 async def test_what_lacks_counts_everybody_who_waits():
     line: AdmissionQueue[Waiting] = AdmissionQueue(max_waiting=2, max_overtakes=9)
     assert line.lacking({FULL: 2}, {FULL: 2}) == {}
