@@ -58,8 +58,8 @@ def reported(*arguments: str, code: int = 0, **more) -> dict:
 
 
 def test_a_request_decodes_elsewhere_as_it_would_at_home(scratch):
-    report = reported("--transport", "mooncake", "--prefill-pp", "3", "--prompts", "2", "--steps", "4")
-    assert report["verdict"] == "EQUAL: 2 of 2 requests gave the very logits of the model alone"
+    report = reported("--transport", "mooncake", "--prefill-pp", "3", "--prompts", "4", "--steps", "4")
+    assert report["verdict"] == "EQUAL: 4 of 4 requests gave the very logits of the model alone"
     for request in report["requests"]:
         assert request["comparison"]["positions"] == 1 + 4
         assert request["arrived_bytes"]["swa_kv"] > 0
