@@ -341,9 +341,7 @@ class PairingService:
         except TimeoutError as error:
             code = errors.DeadlineError.code
             waited = f" after its wait of {admission.wait_s:g} s" if admission.wait_s else ""
-            raise errors.DeadlineError(
-                f"{url} gave no answer within {limit_s:g} s{waited} (timeouts.reserve_s)"
-            ) from error
+            raise errors.DeadlineError(f"{url} gave no answer in {limit_s:g} s{waited} (timeouts.reserve_s)") from error
         except errors.BridgeError as error:
             code = error.code
             raise

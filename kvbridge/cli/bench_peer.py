@@ -66,9 +66,7 @@ class BenchOptions:
         ),
     ] = None
     config: FileOption = None
-    role: Annotated[DaemonRole | None, typer.Option(help="The daemon whose transports and control.curve are used.")] = (
-        None
-    )
+    role: Annotated[DaemonRole | None, typer.Option(help="The daemon whose transports and keys are used.")] = None
     overrides: SetOption = None
     host: Annotated[
         str,

@@ -37,7 +37,7 @@ class DaemonProcess(ChildProcess):
         self.config: Section = config or {}
         self.arguments: tuple[str, ...] = ()
         self.last_answer = "none"
-        """Its last answer to whether it is ready."""
+        """Its last answer about its readiness."""
 
     @property
     def runtime_dir(self) -> Path:

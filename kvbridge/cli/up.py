@@ -68,7 +68,7 @@ class ConfiguredDaemon(ChildProcess):
         self.limit_s = sum(timeouts) + GRACE_S
         """Longest time that it may take to end."""
         self.told_to_end = False
-        """Whether its end is no news."""
+        """Whether its end needs no report: it was told to end, or its end was reported."""
         self._shown_bytes = 0
 
     def start(self) -> None:
@@ -95,7 +95,7 @@ class ConfiguredDaemon(ChildProcess):
 
     @property
     def ended_in_peace(self) -> bool:
-        """Whether it ended as told. Ctrl-C may also have come before it had begun, or before it was started."""
+        """Whether it ended as told. Ctrl-C may have ended it before it had begun, or come before its start."""
         code = None if self.process is None else self.process.returncode
         return code == 0 or (self.told_to_end and code in {None, -signal.SIGTERM})
 

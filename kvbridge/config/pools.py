@@ -232,7 +232,5 @@ class DecodePools(PrefillPools):
     @model_validator(mode="after")
     def _check_host(self) -> Self:
         if self.host.memory is MemoryOwner.ADOPTED and self.memory is not MemoryOwner.ADOPTED:
-            raise ValueError(
-                "host.memory is adopted and memory is owned: engines bring host memory beside device memory"
-            )
+            raise ValueError("host.memory is adopted and memory is owned: engines bring host beside device memory")
         return self

@@ -158,9 +158,7 @@ class DecodeConfig(DaemonConfig):
                 "set sparse to null"
             )
         if len(self.pools.host.components) != 1:
-            raise ValueError(
-                "sparse is set, so pools.host.components must name one component, the one of sparse decode"
-            )
+            raise ValueError("sparse is set, so pools.host.components must name one component, that of sparse decode")
         slots = self.pools.device.request
         if slots > self.sparse.max_requests:
             raise ValueError(

@@ -90,9 +90,7 @@ class MooncakeSettings(FrozenModel):
     def _check(self) -> Self:
         _require_window(self.max_operation_bytes, self.batch_bytes, self.window_bytes)
         if ":" in self.host and not self.ipv6:
-            raise ValueError(
-                f"host '{self.host}' is an IPv6 address or has a port: give no port, and set ipv6 for IPv6"
-            )
+            raise ValueError(f"host '{self.host}' is an IPv6 address or has a port: give no port, set ipv6 for IPv6")
         return self
 
     @property

@@ -33,7 +33,7 @@ OPENING_S = 60.0
 CUDA_13_DRIVER = 580
 """The first branch of the driver that runs CUDA 13."""
 DRIVER_CURE = (
-    "in a container: docker run --gpus all (kubernetes: nvidia.com/gpu), else install the driver; then: nvidia-smi"
+    "containers: docker run --gpus all (kubernetes: nvidia.com/gpu), else install the driver; then: nvidia-smi"
 )
 FILES_CURE = "raise the hard limit: systemd LimitNOFILE=1048576; docker --ulimit nofile=1048576; limits.conf"
 

@@ -24,16 +24,8 @@ from kvbridge.config.schema import DispatchOrder, RouterConfig
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.process import monotonic
-from kvbridge.router.bodies import (
-    HOLD,
-    SEVERAL_PROMPTS,
-    Added,
-    Asked,
-    Directory,
-    HeldPrompt,
-    paired_params,
-    sglang_members,
-)
+from kvbridge.router import bodies
+from kvbridge.router.bodies import Added, Asked, HeldPrompt
 from kvbridge.router.servers import Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
@@ -236,7 +228,7 @@ class Router:
     def _decode_alone(self, asked: Asked) -> bool:
         """Whether decode computes the prompt. Raises InvalidInputError where decode cannot."""
         is_sglang = any(one.directory for one in self.servers.of(Role.DECODE))
-        if is_sglang and asked.decode_alone not in {"", SEVERAL_PROMPTS}:
+        if is_sglang and asked.decode_alone not in {"", bodies.SEVERAL_PROMPTS}:
             raise InvalidInputError(
                 f"the request asks for {asked.decode_alone}: behind this router are pairs of SGLang, which give one answer without "
                 "the prompt (take n, best_of, echo and prompt_logprobs out)"
@@ -284,18 +276,16 @@ class Attempt:
         pairs = self._router.config.order is DispatchOrder.PAIRED and prefill.pairs and prefill.addresses is not None
         if pairs or prefill.directory is not None:
             return await self._run_paired(prefill, prefill.directory)
-        held = await self._prefill(prefill, HOLD)
+        held = await self._prefill(prefill, bodies.HOLD)
         if isinstance(held, Answer):
             return held
         prefill.addresses = held.addresses
         return await self._decode(held.added, "plain")
 
-    async def _run_paired(self, prefill: Server, directory: Directory | None) -> Answer:
+    async def _run_paired(self, prefill: Server, directory: bodies.Directory | None) -> Answer:
         room, told = self._router.draw_room(), prefill.addresses
-        if directory is None:
-            to_prefill, to_decode = paired_params(room, told)
-        else:
-            to_prefill = to_decode = sglang_members(directory)
+        sglang = None if directory is None else bodies.sglang_members(directory)
+        to_prefill, to_decode = bodies.paired_params(room, told) if sglang is None else (sglang, sglang)
         prefilling = asyncio.create_task(self._prefill(prefill, to_prefill))
         decoding = asyncio.create_task(self._decode(to_decode, "paired"))
         self._tasks += [prefilling, decoding]

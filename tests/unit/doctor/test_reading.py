@@ -134,19 +134,13 @@ def asking(pages: dict[str, tuple[int, str]]) -> Asking:
     return Asking(http=httpx.Client(transport=httpx.MockTransport(answer)))
 
 
-def test_a_daemon_that_is_not_ready_says_why() -> None:
+def test_a_daemon_that_is_not_ready_something_else_that_answers_and_nobody_are_told() -> None:
     pages = {"/ready": (503, '{"ready": false, "reasons": ["no rank worker"]}')}
     found = asking(pages).ready("decode-0/node-0", "http://d/")
     assert (found.problem, found.ready, found.reasons) == ("", False, ("no rank worker",))
-
-
-def test_something_else_that_answers_is_told() -> None:
     other = asking({"/ready": (200, "welcome to nginx"), "/v1/instances": (401, "{}")})
     assert "something else answers" in other.ready("x", "http://d").problem
     assert "refuses our token" in other.instances("http://d")[1]
-
-
-def test_nobody_there_is_told() -> None:
     with held_ports(1) as [port], closing((nobody := Asking()).http):
         assert "refused" in nobody.ready("x", f"http://127.0.0.1:{port}").problem.lower()
         assert "nobody listens there" in nobody.shake("x", f"tcp://127.0.0.1:{port}", encrypted=False).problem
