@@ -45,6 +45,9 @@ SETTINGS = {"gemma": {"block_size": 32}, "gpt-oss": {"block_size": 32}}
 DTYPES = {"qwen": "bfloat16"}
 STEPWISE = {"qwen", "deepseek"}
 """bfloat16 rounds otherwise in another batch. Latent attention on a processor has other kernels for one token than for several."""
+LATENT_GAP_NATS = 0.05
+"""Prefill computes the last token of a latent model's prompt together with others, for which a processor's kernels round otherwise:
+by up to 0.01 nats. One other token in the prompt changes likelihoods by 0.3 nats, and the tokens."""
 whole_prompts = pytest.mark.parametrize(
     "fleet", [kind for kind in LENGTHS if kind not in STEPWISE], indirect=True, scope="module"
 )
@@ -84,6 +87,8 @@ def fleet(request: pytest.FixtureRequest, setup: Setup) -> Iterator[Engines]:
     ]
     for engines in running(lambda: Engines(setup, plans), "vllm"):
         engines.kind, engines.stepwise = kind, kind in STEPWISE
+        if kind == "deepseek":
+            engines.RIGHT_GAP_NATS = engines.TIE_NATS = LATENT_GAP_NATS
         yield engines
 
 
