@@ -1,6 +1,7 @@
 """Two ends of a link over a channel that loses, doubles, delays and reorders, under a clock turned by hand."""
 
 import heapq
+import math
 import random
 
 from hypothesis import given, strategies as st
@@ -34,6 +35,13 @@ class Channel:
             yield heapq.heappop(self.queue)[2]
 
 
+def check(outbox):
+    settings = outbox._settings
+    assert 0 <= outbox._on_their_way <= min(len(outbox), settings.window)
+    assert len(outbox) <= settings.max_held
+    assert (outbox._resend_at_s < math.inf) == bool(outbox._on_their_way), "a resend without a message, or none for one"
+
+
 class Simulation:
     def __init__(self, *, seed, loss, double, most_delay_s, delivery):
         self.clock = ManualClock(1.0)
@@ -57,7 +65,7 @@ class Simulation:
             self.back.put(self.inbox.acknowledged(), now_s)
         for upto in self.back.take(now_s):
             self.outbox.acknowledge(upto, now_s=now_s)
-        self.outbox.check_integrity()
+        check(self.outbox)
         self.clock.advance(STEP_S)
 
     def run_until_quiet(self, limit_s):
@@ -154,9 +162,8 @@ class HostilePeer(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_out_of_bounds(self) -> None:
-        self.outbox.check_integrity()
+        check(self.outbox)
         assert self.handed_on == list(range(1, len(self.handed_on) + 1))
-        assert len(self.outbox) <= SETTINGS.max_held
 
 
 TestHostilePeer = HostilePeer.TestCase

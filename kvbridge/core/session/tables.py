@@ -1,6 +1,6 @@
-"""The states of a room, and its two kinds of table: the transitions of events, and the meanings of messages.
+"""The states of a room, and its two kinds of tables: the transitions of events, and the meanings of messages.
 
-The literals are in `prefill.py` and `decode.py`. Actions are names; the service that owns the room carries them out.
+`prefill.py` and `decode.py` have the literals. An action is a name: the service that owns the room carries it out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from kvbridge.core.errors import ConflictError, IntegrityError
+from kvbridge.core.errors import ConflictError
 
 
 class RoomState(StrEnum):
@@ -56,34 +56,6 @@ class Table(Generic[StateT, EventT, ActionT]):
             return self.rows[state][event]
         except KeyError:
             raise ConflictError(f"'{event}' is not possible in state '{state}'") from None
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError unless every state is listed, reachable and leads to a final one, which stays."""
-        kinds = type(self.start)
-        follows = {state: {target for target, _ in events.values()} for state, events in self.rows.items()}
-        reached = _closure(self.start, follows)
-        wrong = {
-            "states without a row": [state for state in kinds if state not in self.rows],
-            "states that nothing leads to": [state for state in kinds if state not in reached],
-            "states that never end": [state for state in kinds if not _closure(state, follows) & self.final],
-            "final states that something leads out of": [
-                state for state in self.final if follows.get(state, set()) - {state}
-            ],
-        }
-        for what, states in wrong.items():
-            if states:
-                raise IntegrityError(f"{what}: {states}")
-
-
-def _closure(state: StateT, follows: Mapping[StateT, set[StateT]]) -> set[StateT]:
-    seen = {state}
-    queue = [state]
-    while queue:
-        for target in follows.get(queue.pop(), set()):
-            if target not in seen:
-                seen.add(target)
-                queue.append(target)
-    return seen
 
 
 class Meaning(StrEnum):

@@ -1,10 +1,9 @@
 """Reliable delivery in order over a channel that loses, doubles and reorders: go-back-N.
 
-One `Outbox` and one `Inbox` are the two ends of one direction of a link. The promise: every posted message is delivered exactly
-once and in order, or reported undelivered together with all messages that were posted after it. "Undelivered" means that no
-acknowledgement came in time; the message may nevertheless have arrived. The channel is one TCP connection, which seldom loses
-anything unless it breaks: an inbox keeps nothing that comes before its turn, an acknowledgement is one number, and an outbox sends
-again everything from the first message that is not acknowledged.
+An `Outbox` and an `Inbox` are the two ends of one direction of a link. Every posted message is delivered once and in order, or
+reported undelivered together with all later ones. An undelivered message was not acknowledged in time, and may have arrived. The
+channel is a TCP connection, which loses hardly anything unless it breaks. Hence an inbox keeps nothing that comes before its turn,
+an acknowledgement is one number, and an outbox sends again everything from the first message that is not acknowledged.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from enum import StrEnum
 from itertools import islice
 from typing import Generic, TypeVar
 
-from kvbridge.core.errors import CapacityError, IntegrityError, ProtocolError
+from kvbridge.core.errors import CapacityError, ProtocolError
 
 T = TypeVar("T")
 
@@ -30,9 +29,9 @@ class DeliverySettings:
     """The wait before a resend doubles from `resend_first_s` up to this, until the peer acknowledges something."""
     give_up_s: float = 30.0
     window: int = 512
-    """Messages that may be on their way at once; others wait in the outbox."""
+    """Messages that may be on their way at once; later ones wait in the outbox."""
     max_held: int = 8_192
-    """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
+    """Messages, on their way or waiting, that an outbox holds at most."""
 
 
 class Outbox(Generic[T]):
@@ -89,7 +88,7 @@ class Outbox(Generic[T]):
         return self._numbered(0)
 
     def acknowledge(self, upto: int, *, now_s: float) -> None:
-        """Forget the messages up to `upto`. Raises ProtocolError, changing nothing, for one that was never sent."""
+        """Forget the messages up to `upto`. Raises ProtocolError, and changes nothing, for a number that was never sent."""
         last_sent = self._first + self._on_their_way - 1
         if upto > last_sent:
             raise ProtocolError(f"message {upto} is acknowledged, but only {last_sent} were sent")
@@ -115,15 +114,6 @@ class Outbox(Generic[T]):
         self._held.clear()
         self._on_their_way, self._resend_at_s = 0, math.inf
         return undelivered
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError when the outbox contradicts itself."""
-        if not 0 <= self._on_their_way <= min(len(self._held), self._settings.window):
-            raise IntegrityError(f"{self!r}: more is on its way than is held, or than the window allows")
-        if len(self._held) > self._settings.max_held:
-            raise IntegrityError(f"{self!r}: holds more than {self._settings.max_held} messages")
-        if (self._resend_at_s < math.inf) != bool(self._on_their_way):
-            raise IntegrityError(f"{self!r}: a resend is planned without a message on its way, or missing")
 
     def _numbered(self, start: int) -> list[tuple[int, T]]:
         sent = islice(self._held, start, self._on_their_way)
