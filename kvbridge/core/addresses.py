@@ -17,7 +17,7 @@ MAX_SOCKET_PATH_BYTES = 107
 _LABEL = "[A-Za-z0-9_-]{1,63}"
 _PORT = "(6553[0-5]|655[0-2][0-9]|65[0-4][0-9]{2}|6[0-4][0-9]{3}|[1-5][0-9]{4}|[0-9]{1,4})"
 SERVER_URL = rf"https?://({_LABEL}(\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\])(:{_PORT})?"
-"""A pattern of servers that a client can ask: a scheme, a host in ASCII, a port."""
+"""A pattern of servers: a scheme, a host in ASCII, a port."""
 HTTP_URL = rf"{SERVER_URL}(/[!-~]*)?"
 """The same with a path."""
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 CHECKOUT = "in a checkout of kvbridge: pip install '.[{}]'"
-"""How to install an extra. kvbridge is on no package index: a name alone would install whatever somebody puts there."""
+"""The way to install an extra. kvbridge is on no package index: a name alone would install any package of that name."""
 WITH_LIBRARIES = f"{CHECKOUT.format('cpu')}, or '.[cuda]' on a host with CUDA"
 
 
 class BridgeError(Exception):
-    """Base of all deliberate errors. An HTTP API answers with `http_status`. The head of a class names what it does not inherit."""
+    """Base of all deliberate errors. An HTTP API answers with `http_status`. A class inherits what its head does not name."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
@@ -39,7 +39,7 @@ def errors_by_code() -> dict[str, type[BridgeError]]:
 
 
 def code_of(error: BaseException) -> str:
-    """Return the code of an error, or BridgeError's for one that nobody raised on purpose."""
+    """Return the code of an error, or BridgeError's for an error that was not raised on purpose."""
     return error.code if isinstance(error, BridgeError) else BridgeError.code
 
 
@@ -92,7 +92,7 @@ class DetachedError(ConflictError, code="detached"):
 
 
 class CapacityError(BridgeError, code="capacity", http_status=503):
-    """There is no room now; a retry after about `retry_after_s` seconds can succeed. `lacking`: missing pages by `IndexSpace`."""
+    """There is no space now; a retry after about `retry_after_s` seconds can succeed. `lacking`: missing pages by `IndexSpace`."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, lacking: Mapping[Any, int] | None = None) -> None:
         super().__init__(message)
@@ -101,7 +101,7 @@ class CapacityError(BridgeError, code="capacity", http_status=503):
 
 
 class ClientLimitError(CapacityError, code="client_limit", http_status=429):
-    """A client has as many rooms or waiting requests here as it may have; it has to end one of its own first."""
+    """A client has as many rooms or waiting requests here as it may have, and has to end one of them first."""
 
 
 class NotReadyError(CapacityError, code="not_ready"):
@@ -109,7 +109,7 @@ class NotReadyError(CapacityError, code="not_ready"):
 
 
 class UnauthorizedError(BridgeError, code="unauthorized", http_status=401):
-    """The caller did not prove who it is."""
+    """The caller did not prove its identity."""
 
 
 class NamespaceError(BridgeError, code="namespace_forbidden", http_status=403):

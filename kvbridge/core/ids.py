@@ -1,7 +1,7 @@
-"""Identities as types: rooms, ranks, nodes, index spaces and the pages in them.
+"""Identities as types: rooms, ranks, nodes, index spaces and their pages.
 
-A page id means something in one index space only. A `PageTable` carries its space, and a reader that indexes memory with the ids
-names the space in `PageTable.require`.
+A page id has a meaning in one index space only. A `PageTable` carries its space, and `PageTable.require` takes the space of the
+memory that a reader indexes with the ids.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from kvbridge.core.errors import InvalidInputError
 
 ROOM_BITS = 53
 MAX_ROOM = 2**ROOM_BITS - 1
-"""Up to here every reader of JSON keeps a whole number as it is; JavaScript and others count in doubles."""
-
+"""The largest whole number that every reader of JSON keeps as it is: JavaScript and others count in doubles."""
 
 RoomId = Annotated[int, Field(ge=0, le=MAX_ROOM)]
-"""Names one request on both sides: a number from 0 to `MAX_ROOM`, chosen by the caller that admits the request."""
+"""Names one request on both sides. The caller that admits the request chooses the number."""
 
 Uint64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 NonNegative = Annotated[int, Field(ge=0, le=2**62)]
@@ -38,7 +37,7 @@ Positive = Annotated[int, Field(ge=1, le=2**62)]
 
 PageIdArray = npt.NDArray[np.int32]
 MOST_PAGES = 262_144
-"""Pages of one space that a message can name: those of a prompt of so many tokens where a page is one token."""
+"""The most pages of one space that a message can name: those of a prompt of so many tokens where a page is one token."""
 
 
 class Role(StrEnum):
@@ -49,18 +48,18 @@ class Role(StrEnum):
 
 
 class IndexSpace(StrEnum):
-    """The things that a page id counts. Ids of two spaces are never interchangeable."""
+    """The kinds of things that page ids count. Ids of two spaces are never interchangeable."""
 
     FULL = "full"
     """Pages that each cover `tokens_per_page` tokens of a request."""
     SWA = "swa"
-    """Pages of the sliding-window pool; a request holds only those that its window touches."""
+    """Pages of the sliding-window pool. A request holds only those that its window touches."""
     REQUEST = "request"
     """Request slots; a request holds exactly one."""
     HOST = "host"
     """Pages of the node's host pool."""
     FULL_COPY = "full_twin"
-    """Host copies of pages of `full`. Like `swa_twin` a node's own: peers never name them."""
+    """Host copies of pages of `full`. They are a node's own, as those of `swa_twin`: peers never name them."""
     SWA_COPY = "swa_twin"
     """Host copies of pages of `swa` at the end of a prefix."""
 
@@ -89,7 +88,7 @@ class FrozenModel(BaseModel):
 
 
 def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring below each field of a class and of its bases, as one line each. Sources are read at the first call."""
+    """Return the docstring below each field of a class and of its bases, each as one line. The first call reads the sources."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         found |= _docs_of_module(base.__module__).get(base.__qualname__, {})
@@ -133,9 +132,9 @@ class NodeIdentity(NamedTuple):
 class PageTable:
     """The pages of one request in one index space, in the order of its tokens.
 
-    `ids[i]` is the page that holds logical page `first_page + i`, where a logical page covers `tokens_per_page` tokens counted from
-    the start of the request. `first_page` is 0 except in the window space, where leading pages have slid out. `ids` is int32,
-    one-dimensional, not written after construction.
+    `ids[i]` is the page that holds logical page `first_page + i`. Logical pages of `tokens_per_page` tokens count from the start of
+    the request. `first_page` is 0 except in the window space, where leading pages have slid out. `ids` is int32, one-dimensional,
+    and not written any more.
     """
 
     space: IndexSpace
@@ -151,7 +150,7 @@ class PageTable:
             raise InvalidInputError(f"first_page must not be negative, got {self.first_page}")
 
     def require(self, space: IndexSpace) -> PageIdArray:
-        """Return the ids for use in `space`. Raises InvalidInputError when they count something else."""
+        """Return the ids for use in `space`. Raises InvalidInputError when the ids are of another space."""
         if space is not self.space:
             raise InvalidInputError(f"page ids of space '{self.space}' cannot index space '{space}'")
         return self.ids
@@ -161,15 +160,15 @@ class PageTable:
 
 
 HOST_COPIES = {IndexSpace.FULL: IndexSpace.FULL_COPY, IndexSpace.SWA: IndexSpace.SWA_COPY}
-"""The space of the host copies of each space that has some."""
+"""The space of the host copies of each space that has host copies."""
 REQUEST_SPACES = tuple(space for space in IndexSpace if space not in HOST_COPIES.values())
-"""Spaces that requests have pages of, and peers speak about."""
+"""The spaces in which requests have pages, and which peers name."""
 
 Pages = dict[IndexSpace, PageIdArray]
 """Page ids by index space, int32."""
 
 PageMoves = dict[IndexSpace, tuple[PageIdArray, PageIdArray]]
-"""Copies between tiers, by the space on the device: pages there and their host copies, int32, of equal length."""
+"""Pages on the device and their host copies, by the space on the device: int32 arrays of equal length."""
 
 Tables = dict[IndexSpace, PageTable]
 """All pages of one request on one node: at most one table for each space."""

@@ -23,7 +23,7 @@ _ANY, _DEFAULT = "*", "-"
 
 
 class ModelIdentity(FrozenModel):
-    """A model by its operator's word: equal geometry and encoding, compared apart, do not mean equal weights."""
+    """A model by its operator's word. Equal geometry and encoding, which are compared apart, do not mean equal weights."""
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     revision: Annotated[str, Field(min_length=1, max_length=200)]
@@ -36,8 +36,8 @@ class ModelIdentity(FrozenModel):
 def identity_conflict(prefill: ModelIdentity | None, decode: ModelIdentity | None) -> str:
     """Return why a decode node must not take pages of a prefill node, or an empty text.
 
-    A decode node that states a model keeps pages under that name, so every writer has to state the same. A decode node that states
-    none keeps nothing.
+    A decode node that states a model keeps pages under that name, so every writer has to state the same model. A decode node
+    without a model keeps nothing.
     """
     if decode is None or prefill == decode:
         return ""
@@ -62,22 +62,22 @@ class Retention(FrozenModel):
     priority: Annotated[int, Field(ge=0, le=RETENTION_PRIORITIES)]
     """0: as of other requests."""
     for_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
-    """Seconds without a use by such a request; at most a day."""
+    """Seconds without a use by a request of this retention; at most a day."""
 
 
 class Evicted(StrEnum):
     """The reasons why cached pages have gone."""
 
     SPACE = "space"
-    """Requests needed the room."""
+    """Requests needed the memory."""
     RETENTION_ENDED = "retention_ended"
-    """Requests needed the room of pages whose retention had ended."""
+    """Requests needed the memory of pages whose retention had ended."""
     RETAINED = "retained"
-    """Requests needed the room of retained pages: nothing else was left, or lay as well."""
+    """Requests needed the memory of retained pages: no others were left, or none lay as well."""
     OPERATOR = "operator"
-    """All were dropped by request (`DELETE /v1/prefixes`)."""
+    """`DELETE /v1/prefixes` dropped all pages."""
     INTEGRITY = "integrity"
-    """Their contents had changed, engines named different tokens for them, or they follow such pages."""
+    """The contents of the pages had changed, engines named different tokens for them, or they follow such pages."""
     MEMORY_LOST = "memory_lost"
     """The rank worker that had made the memory is gone."""
 

@@ -1,4 +1,4 @@
-"""Small needs of every process: its clock, what it closes at the end, and imports at its start."""
+"""Small needs of every process: its clock, the base of things to close, and imports at its start."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import Final, Self
 
 Clock = Callable[[], float]
-"""Returns the present time in seconds, on a scale that never goes back. Pure code takes one, so that tests can turn it by hand."""
+"""Returns the present time in seconds, on a scale that never goes back. Pure code takes a clock, which tests turn by hand."""
 
 monotonic: Clock = time.monotonic
 
 NEEDS_TORCH: Final = "kvbridge's library for engines needs torch; in a checkout of kvbridge: pip install '.[engine]'"
 UNUSED_BY_DAEMONS = ("rich", "pygments", "trio")
-"""structlog and httpx load two of them for coloured output, httpcore the third for its event loop, wherever they are installed."""
+"""structlog and httpx load the first two for coloured output, httpcore the third for its event loop, wherever they are
+installed."""
 
 
 def moment(ago_s: float = 0.0) -> float:

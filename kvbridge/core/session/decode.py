@@ -1,8 +1,8 @@
 """A room on a decode node, from its reservation until its pages are given back.
 
-An offered page is *leased* until there is proof that nobody writes any more: Done of every writer, or Drained from every prefill
-node, or the end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING and FAILING,
-no timer either. Pages of a claimed room go back when every engine that claimed it has let go of it or is dead.
+An offered page is *leased* until there is proof that no writer touches it any more: Done of every writer, or Drained of every
+prefill node, or the end of its incarnation, which the service raises as DRAINED too. Nothing else leads out of ABORTING and
+FAILING, no timer either. Pages of a claimed room go back when every engine that claimed the room has let it go or is dead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DecodeEvent(StrEnum):
     ALL_DONE = "all_done"
     """Every writer reported Done with the rows that it owes."""
     ARRIVED = "arrived"
-    """The same, for a room whose digests have to be compared before it can be read."""
+    """As ALL_DONE, for a room whose digests have to be compared before the room can be read."""
     VERIFIED = "verified"
     """Every digest equals the writers'."""
     ABORT = "abort"
@@ -77,7 +77,7 @@ class DecodeAction(StrEnum):
     OFFER = "offer"
     """Lease the pages and offer them to every prefill node."""
     TELL_ABORT = "tell_abort"
-    """Ask every prefill node to stop and to prove it; one without our offer stops holding the room."""
+    """Ask every prefill node to stop and to prove it. A node without our offer stops holding the room."""
     WITHDRAW = "withdraw"
     """Tell every prefill node that may hold the room, as soon as the node is known, that this node does not come for it."""
     VERIFY = "verify"

@@ -20,7 +20,7 @@ class PrefillState(StrEnum):
     ADMITTED = "admitted"
     """Source pages are reserved; no decode node has named a destination."""
     AWAITED = "awaited"
-    """The same, and a decode node will come: the room is held until that node comes, gives up or ends."""
+    """As before, and a decode node will come: the room is held until that node comes, gives up or ends."""
     SENDING = "sending"
     """The destination is known; published tokens are sent."""
     ABORTING = "aborting"
@@ -52,7 +52,7 @@ class PrefillAction(StrEnum):
     OPEN_ROOM = "open_room"
     """Tell the workers both ends of the room and send all published tokens."""
     CLOSE_ROOM = "close_room"
-    """Tell the workers to stop and to answer when they are quiet; or to forget the room, once all was sent."""
+    """Tell the workers to stop and to answer when they are quiet. Once all was sent, tell them to forget the room."""
     TELL_FAILED = "tell_failed"
     """Tell the peer that the room will not be completed, and why."""
     TELL_DRAINED = "tell_drained"
@@ -184,10 +184,10 @@ PREFILL_HEARS: Hearing[PrefillState, PrefillSpeaker] = Hearing(
 
 
 class RankProgress:
-    """The tokens published and the tokens handed to the worker, for each layer of a rank. Owned by its room."""
+    """The published tokens and the tokens in orders to the worker, for each layer of a rank of a room."""
 
     def __init__(self, layers: Iterable[int], *, prompt_tokens: int, computed_tokens: int = 0) -> None:
-        """The node holds the first `computed_tokens` tokens: they are published from the beginning."""
+        """The node holds the first `computed_tokens` tokens, which are published from the beginning."""
         self.layers = tuple(layers)
         self.prompt_tokens = prompt_tokens
         self._published = dict.fromkeys(self.layers, computed_tokens)
@@ -225,10 +225,10 @@ class RankProgress:
         return held
 
     def next_sections(self, prefix_tokens: int) -> list[Section]:
-        """Return the published tokens that were not returned before: one section for each group of equally far layers.
+        """Return the published tokens that no call has returned: a section for each group of layers that are equally far.
 
-        Decode holds the first `prefix_tokens` tokens. A section within them has nothing to send, so it waits for the next tokens,
-        or for the end of the prompt.
+        Decode holds the first `prefix_tokens` tokens. A section within this prefix has nothing to send, so it waits for the next
+        tokens, or for the end of the prompt.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in self.layers:

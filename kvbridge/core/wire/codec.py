@@ -1,12 +1,12 @@
 """Frames to messages and back: msgpack outside, pydantic inside, limits before either.
 
 A frame between nodes is one msgpack array: version, sender, recipient, link, sequence, acknowledged, body. The codec checks
-everything before it returns anything. Each fault is a `FrameError`, which names the field and never repeats what the sender wrote.
+everything before it returns anything. Each fault is a `FrameError`, which names the field and never repeats the sender's text.
 
-Two releases may meet, so a receiver ignores unknown fields of messages and elements behind the body. `PROTOCOL_VERSION` rises only
-when the envelope changes its meaning; only equal versions talk. A new field has a default that means what its absence meant. Where
-an older receiver would do wrong by ignoring the field, and for every new type of message, the side that depends on it requires a
-new feature (`messages.Features`).
+Two releases may meet, so a receiver ignores unknown fields of messages and elements behind the body. Only equal versions talk, and
+`PROTOCOL_VERSION` rises only when the envelope changes its meaning. A new field has a default that means what its absence meant. A
+side that depends on a new type of message, or on a field that older receivers must not ignore, requires a new feature
+(`messages.Features`).
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MAX_ARRAY_ITEMS = 16_384
 MAX_MAP_ITEMS = 1_024
 MAX_TEXT_BYTES = 65_536
 MAX_BINARY_BYTES = 1 << 20
-"""The limits of a frame. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
+"""The limits of a frame. Msgpack's own stack (1,024) bounds nesting while parsing, then the schema does."""
 MAX_NAME_CHARACTERS = 200
 _MAX_NUMBER = 2**62
 _ENVELOPE_BYTES = 4_096
-"""More than any envelope takes without its body."""
+"""No envelope is longer without its body."""
 _MAX_ERROR_CHARACTERS = 200
 _BODY = 5
-"""The place of the body in an `Envelope`; the fields before it go on the wire as they are."""
+"""The place of the body in an `Envelope`. The fields before the body go on the wire as they are."""
 _FIELDS = ("version", "sender", "recipient", "link", "sequence", "acknowledged", "body")
 
 
@@ -73,7 +73,7 @@ class FrameError(ProtocolError):
 
 
 class Envelope(NamedTuple, Generic[MessageT]):
-    """A message with the data of its delivery. `body` None carries an acknowledgement only."""
+    """A message with the data of its delivery. Without a body it is an acknowledgement only."""
 
     sender: str
     """The sender's incarnation (on local sockets: its name)."""
@@ -89,10 +89,9 @@ class Envelope(NamedTuple, Generic[MessageT]):
 
 
 class MessageCodec(Generic[MessageT]):
-    """Frames of one conversation: `union` is its closed, tagged union of message types.
+    """Frames of one conversation, whose message types are the closed, tagged `union`. One instance serves every thread.
 
-    Stateless, so one instance serves every thread. `decode` raises FrameError only; `encode` raises InvalidInputError when the
-    frame would be larger than the limit.
+    `decode` raises FrameError only, `encode` InvalidInputError for a frame beyond the limit.
     """
 
     def __init__(self, union: Any, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:  # noqa: ANN401 - a type form
@@ -106,7 +105,7 @@ class MessageCodec(Generic[MessageT]):
         return TypeAdapter(self._union).validator
 
     def encode_body(self, message: MessageT) -> bytes:
-        """Return the body of a frame, for `encode`; worth keeping when the message may be sent several times."""
+        """Return the body of a frame, for `encode`. A message that may be sent several times is encoded once."""
         body: bytes = msgpack.packb(message.model_dump())
         if len(body) > self.max_frame_bytes - _ENVELOPE_BYTES:
             raise InvalidInputError(
@@ -116,7 +115,7 @@ class MessageCodec(Generic[MessageT]):
         return body
 
     def encode(self, envelope: Envelope[MessageT], body: bytes = b"") -> bytes:
-        """Return the frame of an envelope; `body`, if given, is used in place of the envelope's own."""
+        """Return the frame of an envelope. `body`: in place of the envelope's own."""
         head: bytes = msgpack.packb((PROTOCOL_VERSION, *envelope[:_BODY], None))
         if not body:
             if envelope.body is None:
@@ -126,7 +125,7 @@ class MessageCodec(Generic[MessageT]):
         return head[:-1] + body
 
     def decode(self, frame: bytes) -> Envelope[MessageT]:
-        """Return the envelope of a frame, valid in every field. Binary fields stay bytes."""
+        """Return the envelope of a frame; every field is valid, and binary fields stay bytes."""
         parts = self._unpack(frame)
         if not isinstance(parts, tuple):
             self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
@@ -158,7 +157,7 @@ class MessageCodec(Generic[MessageT]):
             self._refuse(FrameFault.MALFORMED, f"{size} bytes are not a frame: {_reason(error)}")
 
     def _envelope_fields(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the fields behind the version, each of its type and within its limits; the body is only a map or None."""
+        """Return the fields behind the version, each of its type and within its limits. Of the body only the type is checked."""
         version = parts[0] if parts else None
         if version != PROTOCOL_VERSION or type(version) is not int:
             theirs = version if type(version) is int else "none"
@@ -225,9 +224,9 @@ NODE_TO_ENGINE: MessageCodec[NodeToEngine] = MessageCodec(NodeToEngine, "node-to
 
 # ---------------------------------------------------------------------------------------------- packed ranks
 
-# A peer learns of a rank in packed bytes, which are small to send and to keep, and unpacked only where they are needed. Regions of
-# one component mostly differ in layer and addresses alone, so they travel as groups: the form once, the layers, and eight bytes for
-# each extent. The time and memory that opening takes follow from the length.
+# A peer gets the description of a rank as packed bytes, which are small to send and to keep, and unpacks them only where it needs
+# them. Regions of one component mostly differ in layer and addresses alone, so they travel as groups: the form once, the layers,
+# and eight bytes for each extent. The time and memory of unpacking follow from the length.
 
 
 class _RegionGroup(FrozenModel):
