@@ -146,7 +146,7 @@ class Metrics:
         self._values[metric][self._bounded(metric, labels)] = float(value)
 
     def replace(self, metric: MetricSpec, values: Mapping[LabelsT, float]) -> None:
-        """Set all series of a gauge. Of two values for "other" the larger one counts.
+        """Set all series of a gauge. The larger one of two values for "other" counts.
 
         A series that `values` lacks becomes 0 if its labels have closed sets of words; otherwise it disappears.
         """

@@ -103,9 +103,9 @@ class PageCopies:
         self._copier: BackupCopier | None = None
         self._waiting: deque[CopyPages] = deque()
         self._slices: deque[PageMoves] | None = None
-        """What is left of the first order; None before it has begun."""
+        """The slices of the first order that are left; None before the order has begun."""
         self._bytes, self._busy_s = 0.0, 0.0
-        """What the first order has copied, and the time that its slices took."""
+        """Bytes that the first order has copied, and the time that its slices took."""
         self._ticket: int | None = None
         """The ticket of the slice that is being copied."""
         self._writing = False

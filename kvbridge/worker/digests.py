@@ -81,7 +81,7 @@ class Verifications:
         self._waiting: deque[tuple[Verify, float]] = deque()
         """Orders, and when each was received."""
         self._work: DigestWork | None = None
-        """Of the first order."""
+        """The work of the first order."""
         self._busy_s = 0.0
         self._groups: dict[Stripe, tuple[LayerGroup, ...]] = {}
 

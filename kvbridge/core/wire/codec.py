@@ -157,7 +157,7 @@ class MessageCodec(Generic[MessageT]):
             self._refuse(FrameFault.MALFORMED, f"{size} bytes are not a frame: {_reason(error)}")
 
     def _envelope_fields(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the fields behind the version, each of its type and within its limits. Of the body only the type is checked."""
+        """Return the fields behind the version, each of its type and within its limits. Only the type of the body is checked."""
         version = parts[0] if parts else None
         if version != PROTOCOL_VERSION or type(version) is not int:
             theirs = version if type(version) is int else "none"

@@ -183,7 +183,7 @@ class Loaded(RoomCall, type="loaded"):
 
     generation: Positive
     bytes: NonNegative = 0
-    """Of all ranks of this engine."""
+    """The bytes of all ranks of this engine."""
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """The copying time of the slowest rank."""
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from kvbridge.control import unix_sockets
 from kvbridge.control.local import LocalClient, LocalServer, framed
@@ -18,8 +17,6 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, RoomClosed, Shutdown, WorkerFailed
-
-pytestmark = pytest.mark.asyncio
 
 WAIT_S = 20.0
 R0 = Rank(pp=0, tp=0)
@@ -75,7 +72,7 @@ class Node:
         assert self.events == list(events)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def node(tmp_path):
     node = Node(prepare_runtime_directory(tmp_path / "run") / "worker.sock")
     yield node

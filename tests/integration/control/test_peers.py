@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgpack
 import pytest
-import pytest_asyncio
 import zmq
 
 from kvbridge.control.keys import generate_keys
@@ -23,8 +22,6 @@ from kvbridge.core.errors import ConfigError, ConflictError, InvalidInputError
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER, Envelope
 from kvbridge.core.wire.messages import Drained, Heartbeat
 from tests.helpers.local_servers import held_ports
-
-pytestmark = pytest.mark.asyncio
 
 WAIT_S = 20.0
 LOOPBACK = "tcp://127.0.0.1:0"
@@ -101,7 +98,7 @@ class Stage:
         return dealer
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def stage():
     with contextlib.ExitStack() as stack:
         yield Stage(stack)

@@ -131,7 +131,6 @@ def supervise(tmp_path: Path, on_end: Callable[[ChildEnd], None]) -> SupervisedC
     return worker_process(Rank(pp=0, tp=0), options, Seldom(lambda _event: None), on_end)
 
 
-@pytest.mark.asyncio
 async def test_a_start_that_fails_is_reported_and_tried_again(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -151,7 +150,6 @@ async def test_a_start_that_fails_is_reported_and_tried_again(tmp_path, monkeypa
     await subject.stop(1.0, "the test is over")
 
 
-@pytest.mark.asyncio
 async def test_a_defect_in_the_care_for_workers_is_raised(tmp_path, monkeypatch):
     def defect(end: ChildEnd) -> None:
         raise ZeroDivisionError
@@ -164,7 +162,6 @@ async def test_a_defect_in_the_care_for_workers_is_raised(tmp_path, monkeypatch)
     await subject.stop(1.0, "the test is over")
 
 
-@pytest.mark.asyncio
 async def test_a_worker_runs_no_module_of_the_working_directory(tmp_path, monkeypatch):
     """A user who can write to the daemon's working directory must not run code as the daemon's user."""
     planted, trace = tmp_path / "structlog.py", tmp_path / "was-run"
@@ -179,7 +176,6 @@ async def test_a_worker_runs_no_module_of_the_working_directory(tmp_path, monkey
     assert not trace.exists()
 
 
-@pytest.mark.asyncio
 async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, monkeypatch):
     """Real-time signals have no name."""
     monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
@@ -196,7 +192,6 @@ async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, 
     await subject.stop(1.0, "the test is over")
 
 
-@pytest.mark.asyncio
 async def test_who_has_killed_a_worker_is_told_apart(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "FIRST_PAUSE_S", 0.01)
     script = tmp_path / "worker.sh"
@@ -223,7 +218,6 @@ async def test_who_has_killed_a_worker_is_told_apart(tmp_path, monkeypatch):
     await subject.stop(1.0, "the test is over")
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("part", ["its sweeper", "the following of its secrets"])
 async def test_a_bootstrap_of_which_a_part_ends_does_not_end_as_if_it_had_been_told_to(monkeypatch, part):
     """Without the following of secrets, changed tokens and certificates would never be in force."""

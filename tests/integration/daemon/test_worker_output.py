@@ -4,14 +4,11 @@ import asyncio
 import json
 import sys
 
-import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import Rank
 from kvbridge.node.worker_process import OutputLines, Pipe
 from kvbridge.telemetry.logs import Seldom
-
-pytestmark = pytest.mark.asyncio
 
 RANK = Rank(pp=0, tp=1)
 GLOG = "E1122 10:11:12.131415  4711 transfer_metadata.cpp:12] "

@@ -5,7 +5,6 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.endpoints import HttpConfig
@@ -13,8 +12,6 @@ from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.http.server import HttpServer
 from tests.helpers.openai_servers import few_lines
 from tests.unit.http.services import FakeRooms, daemon_app
-
-pytestmark = pytest.mark.asyncio
 
 WAIT_S = 20.0
 
@@ -55,7 +52,7 @@ def rooms() -> SlowRooms:
     return SlowRooms()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def server(rooms: SlowRooms) -> AsyncIterator[HttpServer]:
     started = HttpServer(daemon_app(rooms), HttpConfig(port=0), few_lines(), shutdown_s=5.0)
     yield started

@@ -23,8 +23,6 @@ from kvbridge.http.server import HttpServer
 from tests.helpers.openai_servers import few_lines
 from tests.unit.http.services import FakeRooms, daemon_app
 
-pytestmark = pytest.mark.asyncio
-
 DATA = Path(__file__).parents[2] / "data"
 TLS = {"tls_certificate_file": DATA / "tls-certificate.pem", "tls_key_file": DATA / "tls-key.pem"}
 

@@ -157,7 +157,6 @@ def test_a_gate_lets_in_its_own_pair_and_those_on_a_list_that_follows_its_file(t
     assert Gate(generate_keys([ONE])).allows(ONE)
 
 
-@pytest.mark.asyncio
 async def test_a_handshake_passes_with_an_allowed_key_and_everything_else_is_answered_with_a_refusal():
     context, denied = SocketContext(), []
     authenticator = Authenticator(context, Gate(generate_keys([ONE])), denied.append)

@@ -20,8 +20,6 @@ from kvbridge.core.ids import Role
 from kvbridge.daemon.announce import Announcer
 from tests.unit.bootstrap.fleet import node as fleet_node
 
-pytestmark = pytest.mark.asyncio
-
 WAIT_S = 20.0
 AWAY = PeerError("away")
 

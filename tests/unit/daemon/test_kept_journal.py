@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import IndexSpace
@@ -23,8 +22,6 @@ from kvbridge.daemon.kept_pools import (
 )
 from tests.helpers.prefix_bench import PrefixBench, keys
 from tests.helpers.prefix_recount import check_cache
-
-pytestmark = pytest.mark.asyncio
 
 FULL, HOST, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 HEADER = KeptHeader(incarnation="i", form={"layout": "l"}, page_counts={})
@@ -97,7 +94,7 @@ def memory() -> Memory:
     return Memory()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def made(tmp_path, memory):
     nodes: list[Node] = []
 
@@ -110,7 +107,7 @@ async def made(tmp_path, memory):
         node.journal.close()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def node(made) -> Node:
     return made()
 

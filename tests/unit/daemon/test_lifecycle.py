@@ -80,7 +80,6 @@ def test_the_log_has_each_change_of_readiness_once(capsys: pytest.CaptureFixture
 STOPPED_S = 30.5
 
 
-@pytest.mark.asyncio
 async def test_heartbeats_that_were_missed_are_not_caught_up(monkeypatch):
     """A burst of heartbeats would tell peers nothing, and each checks all links."""
     clock, beats = ManualClock(), []

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import pytest_asyncio
 
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
@@ -26,8 +25,6 @@ from kvbridge.node.engines import Engines
 from kvbridge.telemetry.facts import EventStream
 from tests.helpers.local_servers import held_ports
 from tests.helpers.node_bench import FakeServer
-
-pytestmark = pytest.mark.asyncio
 
 WAIT_S = 20.0
 
@@ -85,7 +82,7 @@ class Decode:
         self.nodes.rooms = SimpleNamespace(nodes_changed=nodes_changed, peer_gone=lambda _peer, _reason: None)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def opened() -> AsyncIterator[Callable[[PeerSettings], Decode]]:
     async with contextlib.AsyncExitStack() as stack:
 

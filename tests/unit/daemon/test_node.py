@@ -32,7 +32,6 @@ def prefill() -> NodeDaemon:
     return prefill_daemon(PrefillConfig.model_validate(NODE))
 
 
-@pytest.mark.asyncio
 async def test_bootstrap_is_not_ready_while_no_pair_can_be_made() -> None:
     daemon = BootstrapDaemon(BootstrapConfig())
     try:

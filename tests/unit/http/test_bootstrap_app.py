@@ -5,7 +5,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import pytest_asyncio
 from fastapi import FastAPI
 
 from kvbridge.api.client import DirectoryClient
@@ -24,8 +23,6 @@ from tests.helpers.manual_clock import ManualClock
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, daemon_app, settings
 from tests.unit.http.test_daemon_app import check_description
-
-pytestmark = pytest.mark.asyncio
 
 
 class Setup:
@@ -46,13 +43,13 @@ def setup() -> Setup:
     return Setup()
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def client(setup):
     async with DirectoryClient("http://bootstrap/", token="t", timeout_s=5.0, transport=setup.transport) as client:
         yield client
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def http(setup):
     headers = {"authorization": "Bearer t"}
     async with httpx.AsyncClient(transport=setup.transport, base_url="http://bootstrap", headers=headers) as client:

@@ -18,8 +18,6 @@ from kvbridge.core.session.tables import RoomState
 from tests.helpers.later_release import later
 from tests.unit.http.services import FakeRooms, FakeStatus, daemon_app
 
-pytestmark = pytest.mark.asyncio
-
 
 def answering(handler) -> DaemonClient:
     return DaemonClient(timeout_s=5.0, transport=httpx.MockTransport(handler))

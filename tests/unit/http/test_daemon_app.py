@@ -8,7 +8,6 @@ import re
 
 import httpx
 import pytest
-import pytest_asyncio
 
 from kvbridge.api.rooms import RoomQuery
 from kvbridge.api.status import Readiness
@@ -18,7 +17,6 @@ from kvbridge.http.bootstrap_app import create_bootstrap_app
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, daemon_app, settings
 
 OF_ROUTER = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-pytestmark = pytest.mark.asyncio
 
 MEMBERS = {"type", "title", "status", "detail", "code", "instance"}
 
@@ -38,7 +36,7 @@ def caller(rooms, status, **changes) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://daemon")
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def http(rooms, status):
     async with caller(rooms, status) as client:
         yield client

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-import pytest_asyncio
 from fastapi import FastAPI
 
 from kvbridge.http.app import PAGE_FILES, PAGE_KEPT_S, PAGE_PATHS, page_router
@@ -18,13 +17,12 @@ def client(app: FastAPI) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d")
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def http() -> AsyncIterator[httpx.AsyncClient]:
     async with client(daemon_app(FakeRooms(), tokens=("t",))) as made:
         yield made
 
 
-@pytest.mark.asyncio
 async def test_every_file_is_open_and_runs_nothing_of_others(http: httpx.AsyncClient):
     for method, path in itertools.product(("GET", "HEAD"), sorted(PAGE_PATHS)):
         answer = await http.request(method, path)
@@ -37,7 +35,6 @@ async def test_every_file_is_open_and_runs_nothing_of_others(http: httpx.AsyncCl
         assert answer.headers["referrer-policy"] == "no-referrer"
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "path", ["/page/nothing.js", "/page/__init__.py", "/page/../daemon_app.py", "/page/%2e%2e%2fserver.py"]
 )
@@ -46,14 +43,12 @@ async def test_nothing_else_is_served(http: httpx.AsyncClient, path: str):
     assert (await http.get(path, headers={"Authorization": "Bearer t"})).status_code == 404
 
 
-@pytest.mark.asyncio
 async def test_the_page_knows_whether_it_has_to_ask_for_a_token(http: httpx.AsyncClient):
     assert 'data-token="required"' in (await http.get("/")).text
     async with client(daemon_app(FakeRooms())) as open_daemon:
         assert 'data-token="none"' in (await open_daemon.get("/")).text
 
 
-@pytest.mark.asyncio
 async def test_the_document_is_made_once_for_all_who_look_and_behind_the_token(http: httpx.AsyncClient):
     assert (await http.get("/v1/page", headers={"Authorization": ""})).status_code == 401
     for _ in range(3):
@@ -62,7 +57,6 @@ async def test_the_document_is_made_once_for_all_who_look_and_behind_the_token(h
         assert answer.headers["cache-control"] == "no-store"
 
 
-@pytest.mark.asyncio
 async def test_the_document_is_made_again_when_it_is_old():
     clock, made = ManualClock(), itertools.count()
     app = FastAPI()

@@ -117,7 +117,6 @@ async def answer(cycle: RequestResponseCycle) -> None:
     await cycle.send({"type": "http.response.body", "body": b""})
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("first", [1, 5, 30, len(POST) - 2], ids=["a byte", "the method", "half a head", "the head"])
 async def test_a_request_waits_among_its_kind_in_however_many_pieces_it_comes(loop, first):
     """A caller that sends the first byte of a POST apart does not wait where health checks do, nor does its body."""
@@ -136,7 +135,6 @@ async def test_a_request_waits_among_its_kind_in_however_many_pieces_it_comes(lo
     protocol.connection_lost(None)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("begun", [b"\x16\x03\x01\x02", b"\r\n", b"x" * 70_000], ids=["TLS", "a blank line", "no end"])
 async def test_what_is_no_request_is_refused_though_its_head_does_not_end(loop, begun):
     protocol, transport = await connection(loop)
@@ -146,7 +144,6 @@ async def test_what_is_no_request_is_refused_though_its_head_does_not_end(loop, 
     assert transport.aborted
 
 
-@pytest.mark.asyncio
 async def test_a_request_behind_another_waits_for_a_turn_of_its_own(loop):
     """Requests that come in one segment take no more of the loop than those that come one by one."""
     protocol, transport = await connection(loop)
@@ -163,7 +160,6 @@ async def test_a_request_behind_another_waits_for_a_turn_of_its_own(loop):
     protocol.connection_lost(None)
 
 
-@pytest.mark.asyncio
 async def test_what_comes_during_an_answer_waits_for_its_end(loop):
     protocol, transport = await connection(loop)
     protocol.data_received(GET)
@@ -181,7 +177,6 @@ async def test_what_comes_during_an_answer_waits_for_its_end(loop):
     protocol.connection_lost(None)
 
 
-@pytest.mark.asyncio
 async def test_nothing_is_begun_for_a_caller_that_has_hung_up(loop):
     protocol, _ = await connection(loop)
     protocol.data_received(POST)
@@ -190,7 +185,6 @@ async def test_nothing_is_begun_for_a_caller_that_has_hung_up(loop):
     assert protocol.cycle is None
 
 
-@pytest.mark.asyncio
 async def test_a_request_for_which_too_many_wait_is_refused_unread(loop):
     protocol, transport = await connection(loop)
     turns = protocol._turns = Turns(loop.call_soon, clock := ManualClock())
@@ -208,7 +202,6 @@ async def test_a_request_for_which_too_many_wait_is_refused_unread(loop):
     assert protocol.cycle is None
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("arrived", [POST, POST[:-1]], ids=["whole", "not whole"])
 async def test_the_wait_for_a_turn_is_not_the_callers(loop, arrived):
     """Its time for the request runs out while the request waits: whether it was all there is seen when it is read."""

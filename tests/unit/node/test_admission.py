@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Awaitable
 
 import pytest
-import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.limits import AdmissionConfig
@@ -23,8 +22,6 @@ from tests.helpers.manual_clock import ManualClock
 from tests.helpers.prefix_bench import keys as prompt
 from tests.helpers.prefix_recount import check_cache
 from tests.helpers.rooms import RecordedEvents
-
-pytestmark = pytest.mark.asyncio
 
 FULL = IndexSpace.FULL
 PAGES = 8
@@ -121,7 +118,7 @@ async def refused(code: str, call: Awaitable[object]) -> str:
     return str(caught.value)
 
 
-@pytest_asyncio.fixture
+@pytest.fixture
 async def made():
     benches: list[Bench] = []
 

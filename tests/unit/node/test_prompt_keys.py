@@ -58,7 +58,6 @@ def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(share
     assert (len(bench.service.book), bench.free) == (0, 16)
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("wait_s", [0.0, 1.0])
 async def test_a_namespace_that_may_not_be_named_is_a_counted_refusal(wait_s):
     bench = PrefillBench()

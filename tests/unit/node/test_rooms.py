@@ -103,7 +103,6 @@ async def settled():
         await asyncio.sleep(0)
 
 
-@pytest.mark.asyncio
 async def test_wait_wakes_on_every_change_and_returns_for_the_right_ones():
     room = make_room()
     book = make_book(room)
@@ -125,7 +124,6 @@ async def test_wait_wakes_on_every_change_and_returns_for_the_right_ones():
     assert not book._waiters
 
 
-@pytest.mark.asyncio
 @pytest.mark.parametrize("changes", [True, False])
 async def test_a_caller_that_is_cancelled_is_cancelled_though_the_room_changes_in_that_moment(changes):
     room = make_room()
@@ -141,7 +139,6 @@ async def test_a_caller_that_is_cancelled_is_cancelled_though_the_room_changes_i
     assert not book._waiters
 
 
-@pytest.mark.asyncio
 async def test_wait_ends_in_time():
     book = make_book(make_room())
     for timeout_s in (0.01, 0):

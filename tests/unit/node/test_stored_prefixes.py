@@ -25,8 +25,6 @@ from tests.helpers.prefix_recount import check_cache
 FULL, SWA, FULL_COPY, SWA_COPY = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_COPY, IndexSpace.SWA_COPY
 PAGES, ENDS = 0, 1
 
-pytestmark = pytest.mark.asyncio
-
 
 class Store:
     """A store that answers at once, or when it is let."""

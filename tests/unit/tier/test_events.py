@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgpack
 import numpy as np
-import pytest
 import zmq
 import zmq.asyncio
 
@@ -100,7 +99,6 @@ def test_a_checkpoint_goes_before_its_page_and_lost_memory_leaves_host_copies():
     assert router.known == {("CPU", 0, each) for each in hashes(KEYS)}
 
 
-@pytest.mark.asyncio
 async def test_a_subscriber_that_has_missed_batches_is_told_them_or_everything(tmp_path: Path):
     cache = Cache()
     endpoints = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
