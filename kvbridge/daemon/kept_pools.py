@@ -1,9 +1,8 @@
 """Kept pools: the journal of the pages in them, which this daemon writes, and the pages of the daemon before.
 
-The journal has an entry of 64 bytes for each host copy, at the copy's place, which says what its page holds. An entry is written
-once the digest of its page is known, and wiped before the page is used again: the journal that the end of a process leaves, at any
-moment, is right. Each entry has a checksum; a damaged entry is left out, and with it the later pages of the prompt. The digest of a
-page shows an entry that should have been wiped.
+The journal has an entry of 64 bytes for each host copy, at the copy's place. An entry is written once the digest of its page is
+known, and wiped before the page is used again, so the journal is right whenever its process ends. Each entry has a checksum; a
+damaged entry is left out, and with it the later pages of the prompt. A page's digest shows an entry that was not wiped.
 """
 
 from __future__ import annotations

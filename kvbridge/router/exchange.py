@@ -28,7 +28,13 @@ from kvbridge.router import bodies
 from kvbridge.router.bodies import Added, Asked, HeldPrompt
 from kvbridge.router.servers import Server, Servers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
+from kvbridge.telemetry.metrics import (
+    ATTEMPTS_FAILED,
+    FIRST_BYTE,
+    GEN_AI_DURATION,
+    GEN_AI_FIRST_TOKEN,
+    ROUTED,
+)
 from kvbridge.telemetry.recent import Tally
 from kvbridge.telemetry.registry import Metrics
 
@@ -156,11 +162,14 @@ class Router:
         Raises NotReadyError when no server can take the request, PeerError when the attempts have failed, DeadlineError.
         """
         begun_s, order, outcome = monotonic(), "none", "client_left"
+        operation = "chat" if "chat" in asked.path else "text_completion"
         try:
             async with AsyncExitStack() as stack:
                 found = await self._answer_in_time(asked, stack)
                 order = found.order
                 self._metrics.observe(FIRST_BYTE, monotonic() - begun_s, order)
+                if asked.stream:
+                    self._metrics.observe(GEN_AI_FIRST_TOKEN, monotonic() - begun_s, operation)
                 yield found
                 outcome = "answered" if found.status < HTTPStatus.BAD_REQUEST else "refused"
         except BridgeError as error:
@@ -171,6 +180,8 @@ class Router:
             raise
         finally:
             self._request_ended(order, outcome)
+            error_type = "" if outcome == "answered" else outcome
+            self._metrics.observe(GEN_AI_DURATION, monotonic() - begun_s, operation, error_type)
 
     async def models(self, headers: dict[str, str]) -> tuple[int, bytes]:
         """Return status and body of a decode server's list of models. Raises BridgeError."""

@@ -377,6 +377,22 @@ FIRST_BYTE = histogram(
     order=ROUTED_ORDERS[1:],
     buckets=(*PHASE_BUCKETS_S, 60.0, 120.0, 300.0),
 )
+OPERATIONS = ("chat", "text_completion")
+GEN_AI_DURATION = histogram(
+    "gen_ai_server_request_duration_seconds",
+    "From a request to the end of its answer, under OpenTelemetry's name; error_type is empty for an answer.",
+    on=(ROUTER,),
+    gen_ai_operation_name=OPERATIONS,
+    error_type=("", "refused", "failed", "broken", "client_left"),
+    buckets=(*PHASE_BUCKETS_S, 60.0, 120.0, 300.0),
+)
+GEN_AI_FIRST_TOKEN = histogram(
+    "gen_ai_server_time_to_first_token_seconds",
+    "From a request whose answer is streamed to the first byte of the answer, under OpenTelemetry's name.",
+    on=(ROUTER,),
+    gen_ai_operation_name=OPERATIONS,
+    buckets=(*PHASE_BUCKETS_S, 60.0, 120.0, 300.0),
+)
 ATTEMPTS_FAILED = counter(
     "kvbridge_router_attempts_failed_total",
     "Attempts that failed at a server before the first byte: no connection, a status of 500 or more, an answer that broke, "

@@ -46,8 +46,8 @@ def running(start: Callable[[], Fleet], engine: str) -> Iterator[Fleet]:
         gap = f"likelihoods of equal tokens differed by {fleet.largest_gap:.2g} nats at most"
         _said.append(f"{gap}; ties: {fleet.ties or 'none'}")
         _said.append(f"starts, restarts included: {', '.join(f'{each:.0f} s' for each in fleet.starts_s)}")
-    left = psutil.Process().children(recursive=True)
-    assert not [one for one in left if engine in " ".join(one.cmdline()).lower()]
+    left = [one.as_dict(["cmdline"]) for one in psutil.Process().children(recursive=True) if one.is_running()]
+    assert not [one for one in left if engine in " ".join(one["cmdline"] or ()).lower()]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

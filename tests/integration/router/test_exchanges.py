@@ -43,6 +43,9 @@ async def test_the_first_request_teaches_addresses_and_the_next_goes_to_both_at_
 async def test_streams_and_answers_are_passed_through_byte_for_byte(path, body, taught):
     async with fleet(taught=taught) as made:
         assert await made.stream(body, path) == b"".join(made.decode[0].events())
+        operation = {"gen_ai_operation_name": "chat" if body is CHAT else "text_completion"}
+        await made.counted("gen_ai_server_time_to_first_token_seconds_count", **operation)
+        await made.counted("gen_ai_server_request_duration_seconds_count", **operation, error_type="")
         whole = await made.post(body, path)
         assert whole.json() == {"id": "d0", "model": "m", "choices": [{"text": "one two three"}]}
         assert whole.headers["content-type"] == "application/json"

@@ -57,7 +57,7 @@ def test_declarations_are_whole_and_each_is_in_the_table():
     assert len({spec.name for spec in METRICS}) == len(METRICS)
     table = metrics_table()
     for spec in METRICS:
-        assert re.fullmatch(r"kvbridge_[a-z_]+", spec.name)
+        assert re.fullmatch(r"(kvbridge|gen_ai)_[a-z_]+", spec.name)
         assert spec.name.endswith("_total") == (spec.kind == COUNTER)
         assert (spec.kind == HISTOGRAM) == bool(spec.buckets)
         assert not {"job", "instance"} & set(spec.labels), "they are Prometheus's own"
