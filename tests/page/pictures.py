@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import tempfile
@@ -32,9 +33,6 @@ def main() -> None:
             tab.size(1320)
             show(tab, large.url, 5.0)
             tab.screenshot(FOLDER / "status-page-200-instances.png")
-            tab.size(390, 844, scale=1.5)
-            show(tab, large.url, 3.0)
-            tab.screenshot(FOLDER / "status-page-200-instances-phone.png")
 
 
 def picture_pair(tab: Browser, live: LiveCluster) -> None:
@@ -59,8 +57,8 @@ def picture_pair(tab: Browser, live: LiveCluster) -> None:
     crossing = threading.Thread(target=cross)
     crossing.start()
     try:
-        for look, width, dark in (("light", 1320, False), ("dark", 1320, True), ("phone", 390, False)):
-            tab.size(width, 900, dark=dark, scale=1.5 if width == 390 else 1)
+        for look in ("light", "dark"):
+            tab.size(1320, dark=look == "dark")
             show(tab, live.decode.url, CURVES_S)
             tab.screenshot(FOLDER / f"status-page-{look}.png")
         tab.size(1320)
@@ -109,6 +107,13 @@ class Browser:
 
     def js(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
+
+    def screenshot(self, path: Path, *, whole: bool = True) -> None:
+        """Write a picture of the page; of the part on the screen when not `whole`."""
+        size = self.driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"]
+        clip = {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}} if whole else {}
+        picture = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole, **clip})
+        path.write_bytes(base64.b64decode(picture["data"]))
 
     def text(self, selector: str) -> str:
         """Return the visible text of an element; empty when there is none."""
