@@ -134,7 +134,7 @@ class PrefixIndex:
         for residence, part in parts:
             ended = residence.unpin(part)
             ended = ended[self.records.is_hidden(ended) | residence.lost(ended)]
-            if len(ended) and residence is not self.home:
+            if len(ended):
                 over.append((residence, ended[::-1]))
         return self._release(over) if over else {}
 
