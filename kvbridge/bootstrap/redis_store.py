@@ -31,6 +31,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError, RedisError
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
 from kvbridge.bootstrap.store import NOTE_INSTANCES, NOTE_KEEP_S, NOTES, Claim, PairingState, RoomInUse, RoomTimes
+from kvbridge.core.addresses import redis_hosts
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.ids import NonNegative
 from kvbridge.telemetry.metrics import STORE_FAILED, STORE_REFUSED
@@ -293,7 +294,7 @@ def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: floa
             return _master_client(urlsplit(url), password, limits, none)
         pool = BlockingConnectionPool.from_url(url, **limits, **none)
     except (ValueError, TypeError) as error:
-        expected = f"redis://, rediss://, unix:// or {SENTINELS}HOST:PORT/NAME"
+        expected = f"redis://, rediss://, unix:// or {SENTINELS}HOST:PORT,HOST:PORT/NAME"
         raise ConfigError(f"directory.redis_url: cannot be read; expected {expected}") from error
     if password():
         options = pool.connection_kwargs
@@ -308,8 +309,9 @@ def _master_client(
     name, given = url.path.strip("/"), unquote(url.password or "")
     if not url.hostname or not name:
         raise ValueError("no host, or no name of a server")
+    sentinels = [(host, port or SENTINEL_PORT) for host, port in redis_hosts(url)]
     shown = _Credentials(url.username, (lambda: given) if given else password) if given or password() else None
     options = {**none, "credential_provider": shown}
-    sentinel = Sentinel([(url.hostname, url.port or SENTINEL_PORT)], sentinel_kwargs=options)  # type: ignore[no-untyped-call]
+    sentinel = Sentinel(sentinels, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
     pool = _MasterPool(name, sentinel, **limits, **options)  # type: ignore[no-untyped-call]
     return Redis.from_pool(pool)

@@ -36,7 +36,7 @@ from kvbridge.config.limits import AdmissionConfig, BootstrapTimeouts, DaemonTim
 from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.tier import TierConfig
 from kvbridge.config.transports import TransportSettings
-from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, SERVER_URL, is_loopback
+from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, SERVER_URL, is_loopback, redis_hosts
 from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.core.plan.digests import DigestKind
@@ -184,8 +184,8 @@ class DirectoryConfig(FrozenModel):
     """`memory`: one bootstrap, which comes back empty and is filled again by heartbeats. `redis`: shared by all bootstraps that
     name the same Redis and namespace."""
     redis_url: SecretStr | None = None
-    """redis://HOST:PORT/DB, rediss:// for TLS (?ssl_ca_certs=FILE), or unix:///PATH. redis+sentinel://HOST:PORT/NAME asks the
-    sentinels there which server of NAME takes writes. Never shown: it may hold a password."""
+    """redis://HOST:PORT/DB, rediss:// for TLS (?ssl_ca_certs=FILE), or unix:///PATH. redis+sentinel://HOST:PORT,HOST:PORT/NAME
+    asks the sentinels there, one after the other, which server of NAME takes writes. Never shown: it may hold a password."""
     redis_password_file: Path | None = None
     """File whose first line is Redis's password; new connections use the present one."""
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=100)] = "kvbridge"
@@ -212,7 +212,7 @@ class DirectoryConfig(FrozenModel):
         url = None if self.redis_url is None else _split(self.redis_url)
         if url is None or url.scheme == "unix" or url.password or self.redis_password_file is not None:
             return
-        if not is_loopback(host := url.hostname or "localhost"):
+        for host in [host for host, _ in redis_hosts(url) if not is_loopback(host)][:1]:
             remedy = "set directory.redis_password_file, use a Redis on this machine, or set insecure"
             yield f"directory.redis_url names {host}, which others can reach, without a password: {remedy}"
 
@@ -220,7 +220,7 @@ class DirectoryConfig(FrozenModel):
 def _split(secret: SecretStr) -> SplitResult | None:
     try:
         url = urlsplit(secret.get_secret_value().strip())
-        _ = url.port  # raises when it is no number
+        redis_hosts(url)  # raises when a port is no number
     except ValueError:
         return None
     return url

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from typing import Annotated, NamedTuple
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field
 
@@ -70,3 +71,9 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return False
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def redis_hosts(url: SplitResult) -> list[tuple[str, int | None]]:
+    """Return the hosts of a URL of Redis, with their ports: several sentinels, or one server. Raises ValueError for a port."""
+    parts = [urlsplit(f"//{host}") for host in url.netloc.rpartition("@")[2].split(",")]
+    return [(part.hostname or "localhost", part.port) for part in parts]

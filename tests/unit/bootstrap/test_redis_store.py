@@ -147,6 +147,12 @@ async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration():
     assert "hush" not in str(raised.value)
 
 
+def test_a_url_may_name_several_sentinels():
+    client = redis_client("redis+sentinel://u:hush@a:1,b,[::1]:3/kv", timeout_s=5.0)
+    asked = [one.connection_pool.connection_kwargs for one in client.connection_pool.sentinel_manager.sentinels]
+    assert [(one["host"], one["port"]) for one in asked] == [("a", 1), ("b", 26379), ("::1", 3)]
+
+
 MEMBER = '["p1","node-0"]'
 KEYS = [bytes(16), bytes(range(16))]
 NAMES = {each.instance for each in FLEET}

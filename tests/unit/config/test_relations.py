@@ -76,6 +76,8 @@ REFUSED_BOOTSTRAP = [
         "redis_url holds a password and redis_password_file is set",
     ),
     ({**REDIS, "directory.redis_url": "redis://redis.example"}, "names redis.example, which others can reach"),
+    ({**REDIS, "directory.redis_url": "redis+sentinel://localhost:1,b.example/kv"}, "names b.example, which others"),
+    ({**REDIS, "directory.redis_url": "redis+sentinel://localhost:1,b:many/kv"}, "no URL that begins with redis://"),
     ({"http.host": "0.0.0.0"}, "http.host is 0.0.0.0"),
     ({"timeouts.reserve_s": 30}, "must not exceed pair_s"),
     ({"timeouts.ticket_s": 700}, "would outlive"),
