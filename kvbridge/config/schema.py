@@ -33,9 +33,9 @@ from kvbridge.config.endpoints import (
     refuse,
 )
 from kvbridge.config.limits import AdmissionConfig, BootstrapTimeouts, DaemonTimeouts
-from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
+from kvbridge.config.pools import DecodePools, DeviceKind, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.tier import TierConfig
-from kvbridge.config.transports import TransportSettings
+from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, SERVER_URL, is_loopback, redis_hosts
 from kvbridge.core.geometry.costs import SparseSettings
 from kvbridge.core.ids import FrozenModel, Positive, Role
@@ -106,6 +106,11 @@ class DaemonConfig(FrozenModel):
                 yield f"tier.events has {endpoint}, which others can reach, and its subscribers show no token: {remedy}"
         if self.bootstrap.url and not http.advertise_url and is_wildcard(http.host):
             yield f"http.host is {http.host}, which bootstrap cannot pass on as an address: set http.advertise_url"
+        on_cpu = any(one.device == "cpu" for one in self.parallelism.ranks) or (
+            not self.parallelism.ranks and self.parallelism.device is DeviceKind.CPU
+        )
+        if on_cpu and self.pools.memory is MemoryOwner.ADOPTED and self.transports.order == (TransportName.LOCAL,):
+            yield "transports.order has local alone, which does not reach host memory that an engine brings: add mooncake or nixl"
         if not fits_sockets(self.runtime_dir):
             size = len(os.fsencode(self.runtime_dir))
             yield f"runtime_dir has {size} bytes; sockets inside it need it to have at most {LONGEST_RUNTIME_DIR}"

@@ -60,6 +60,7 @@ REFUSED_DECODE = [
     ({**ON_HOST, "sparse": {"max_requests": 4}, "pools.device.request": 5}, "gives out 5 request slots, but the"),
     ({"sparse": {"max_requests": 4}, "pools.host": {"components": []}}, "components must name one component"),
     ({**ADOPTED, "sparse": {"max_requests": 4}}, "the engine names its own request slots"),
+    ({**ADOPTED, "transports.order": ["local"]}, "local alone, which does not reach host memory that an engine brings"),
     ({**ON_HOST, "sparse": {"max_requests": 4, "hot_rows": 64}}, "hot_rows is 64, less than top_k 512"),
 ]
 

@@ -99,7 +99,10 @@ def test_what_the_user_got_wrong_is_named(role: Role, extra: dict[str, Any], com
 
 def test_a_library_that_is_not_installed_is_done_without_or_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_module, "is_installed", lambda name: name == "local")
-    config, values = node_config(plan(transports={"mooncake": {"host": "10.0.0.1"}}))  # not even reachable from there
+    with pytest.raises(ConfigError, match="local alone, which does not reach host memory"):
+        node_config(plan())
+    on_gpu = replace(plan(transports={"mooncake": {"host": "10.0.0.1"}}), devices=dict.fromkeys(HERE, "cuda:0"))
+    config, values = node_config(on_gpu)  # not even reachable from there
     assert config.transports.order == ("local",)
     assert values["transports"]["order"] == ["local"]
     with pytest.raises(ConfigError, match=r"transports\.order names nixl.*pip install.*take nixl out"):
