@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
@@ -91,6 +91,8 @@ class DaemonConfig(FrozenModel):
     daemon's user must be a member. Null: only engines of this daemon's user."""
     insecure: bool = False
     """Allow endpoints that the network can reach without keys and without a token."""
+    if TYPE_CHECKING:
+        pools: PrefillPools | DecodePools
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
