@@ -49,7 +49,7 @@ def rate_of_each(metric: str, by: str = "", *, where: str = "") -> str:
 
 
 def _chosen(metric: str, where: str) -> str:
-    name = metric if metric.startswith("process_") else f"kvbridge_{metric}"
+    name = metric if metric.startswith(("process_", "gen_ai_")) else f"kvbridge_{metric}"
     return f"{name}{{{', '.join(filter(None, (CHOSEN, where)))}}}"
 
 

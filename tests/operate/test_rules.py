@@ -93,12 +93,12 @@ def check_names(queries: Iterable[str], also: Iterable[str] = ()) -> set[str]:
     """Return the metrics that queries name. Fails when a metric, a label or a label's word does not exist."""
     named = set()
     for query in queries:
-        for name in set(re.findall(r"\b(?:[a-z_]+:)?kvbridge_[a-z0-9_:]+", query)) - set(also):
+        for name in set(re.findall(r"\b(?:[a-z_]+:)?(?:kvbridge|gen_ai_server)_[a-z0-9_:]+", query)) - set(also):
             assert name in SPECS, f"{name} in {query}"
             named.add(SPECS[name].name)
         by = [label.strip() for found in re.findall(r"\b(?:by|on) \(([^)]*)\)", query) for label in found.split(",")]
         assert {*by, *re.findall(r'(\w+)\s*!?=~?\s*"', query)} - {""} <= LABELS, query
-        for name, matchers in re.findall(r"\b(kvbridge_\w+)\{([^}]*)\}", query):
+        for name, matchers in re.findall(r"\b((?:kvbridge|gen_ai_server)_\w+)\{([^}]*)\}", query):
             for label, words in re.findall(r'(\w+)\s*=~?\s*"([^"$]*)"', matchers):
                 spec = SPECS[name]
                 known = spec.values.get(label) or [row[spec.labels.index(label)] for row in spec.series]

@@ -103,6 +103,20 @@ BOARD = Board(
                     empty_unless=A_ROUTER,
                 ),
                 lines(
+                    "Time of an answer, p99",
+                    "From a request to the router to the end of its answer, and to the first byte where the answer is streamed.",
+                    Query(
+                        quantile(0.99, "gen_ai_server_request_duration_seconds", "gen_ai_operation_name"),
+                        "{{gen_ai_operation_name}} whole",
+                    ),
+                    Query(
+                        quantile(0.99, "gen_ai_server_time_to_first_token_seconds", "gen_ai_operation_name"),
+                        "{{gen_ai_operation_name}} first token",
+                    ),
+                    unit="s",
+                    empty_unless=A_ROUTER,
+                ),
+                lines(
                     "Attempts that failed",
                     "At a server, before the first byte; the request was tried elsewhere.",
                     Query(rate("router_attempts_failed_total", "role, reason"), "{{role}} {{reason}}"),
