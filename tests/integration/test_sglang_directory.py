@@ -6,7 +6,6 @@ import http.client
 import json
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import ConflictError
 from kvbridge.engine.sglang import directory as directory_module
 from kvbridge.engine.sglang.directory import (
-    CONNECTIONS,
     PATH,
     Announcement,
     GroupNode,
@@ -120,15 +118,20 @@ def test_no_address_that_a_request_names_keeps_another_server_unknown(
         servers.close()
 
 
-def test_silent_connections_take_a_bounded_number_of_threads(directory: str) -> None:
+def test_silent_connections_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory is in the launcher of a server that people use; a client that is turned away asks again."""
-    host, _, port = directory.rpartition(":")
-    body = json.dumps({"bootstrap_rooms": [7]})
-    with ExitStack() as silent:
-        for _ in range(CONNECTIONS):
-            silent.enter_context(socket.create_connection((host, int(port)), 10))
-        eventually("the next one is closed", lambda: turned_away(directory, body))
-    eventually("a place is free", lambda: not turned_away(directory, body))
+    monkeypatch.setattr(directory_module, "CONNECTIONS", 1)
+    monkeypatch.setattr(directory_module._Handler, "timeout", 600.0)  # the silent one stays until it leaves
+    made = NodeDirectory("127.0.0.1", 0)
+    host, port = made.server_address[:2]
+    directory, body = f"{host}:{port}", json.dumps({"bootstrap_rooms": [7]})
+    try:
+        with socket.create_connection((str(host), port), 10):
+            eventually("the next one is closed", lambda: turned_away(directory, body))
+        eventually("a place is free", lambda: not turned_away(directory, body))
+    finally:
+        made.shutdown()
+        made.server_close()
 
 
 def turned_away(directory: str, body: str) -> bool:
